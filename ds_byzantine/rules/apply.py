@@ -1,0 +1,137 @@
+"""A rule made ready: (rule, pre-aggregations, f) -> decide in coefficient space, combine the rows.
+
+The same object serves `aggregate()` in one process and the distributed path: a decision needs only the summed Gram
+matrices of the blocks, so that all ranks reach it alike, and the combination needs only the rows at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_byzantine.errors import InfeasibleError
+from ds_byzantine.rules import base
+from ds_byzantine.rules.base import Rule
+from ds_byzantine.rules.catalog import Kind
+from ds_byzantine.rules.geometry import Geometry
+from ds_byzantine.rules.gram import column_blocks, compute_dtype, full_float32
+from ds_byzantine.rules.sorting import median_of_rows
+
+Named = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Aggregator:
+    """One rule with its parameters, ready to run on n rows of which at most f are bad."""
+
+    rule: Rule
+    params: Mapping[str, Any]
+    pre: tuple[tuple[Rule, Mapping[str, Any]], ...]
+    f: int
+
+    @classmethod
+    def create(cls, rule: Named, f: int, pre: Sequence[Named] = (), path: str = "byzantine") -> Aggregator:
+        """Look the names up and check the parameters.
+
+        Args:
+            rule: a name or `{"name": ..., <its parameters>}`.
+            f: bad rows to tolerate, >= 0.
+            pre: pre-aggregations in the order in which they are applied.
+            path: dotted config path for messages.
+
+        Raises:
+            ConfigError: unknown name or parameter.
+        """
+        chosen, params = _ready(rule, f"{path}.rule", pre=False)
+        before = tuple(_ready(p, f"{path}.pre[{i}]", pre=True) for i, p in enumerate(pre))
+        return cls(chosen, params, before, f)
+
+    @property
+    def needs_gram(self) -> bool:
+        """Whether a decision in coefficient space comes before the combination."""
+        return bool(self.pre) or self.rule.info.kind is not Kind.COORDINATE
+
+    def check(self, n: int) -> None:
+        """Raise InfeasibleError if n rows are too few for the rule with f bad ones."""
+        least = self.rule.info.least_replicas(self.f)
+        if n < least or (self.f and not self.rule.info.tolerates_faults):
+            name, bound = self.rule.info.name, self.rule.info.bound
+            why = f"needs at least {least} rows ({bound})" if n < least else "tolerates no bad row"
+            raise InfeasibleError(f"{name} with f={self.f} {why}; got {n}. Use a smaller f, another rule or more rows.")
+
+    def without(self, bad_rows: int) -> Aggregator:
+        """The same rule after `bad_rows` rows were removed: they count against f."""
+        return replace(self, f=max(self.f - bad_rows, 0))
+
+    def decide(self, basis_TEE: Tensor, seed: int = 0) -> Tensor | None:
+        """Points over (x_1, ..., x_n, median) that the output is made of, for T blocks at once.
+
+        Args:
+            basis_TEE: summed `partial_basis` of each block, [T, n+1, n+1]; all blocks have the same n.
+            seed: for stochastic rules; has to be the same on every rank.
+
+        Returns:
+            [T, K, n+1] float64 on the CPU, or None for a coordinate-wise rule without pre-aggregation.
+        """
+        if not self.needs_gram:
+            return None
+        geometry = Geometry.of_rows(basis_TEE.cpu())
+        for i, (pre, params) in enumerate(self.pre):
+            geometry = pre.function(geometry, self.f, **params, **_random(pre, seed + i + 1))
+        if self.rule.info.kind is Kind.COORDINATE:
+            return geometry.points_TKE
+        chosen = self.rule.function(geometry, self.f, **self.params, **_random(self.rule, seed))
+        return chosen[:, None, :] if self.rule.info.kind is Kind.GRAM else chosen.points_TKE
+
+    def combine(self, rows_ND: Tensor, points_KE: Tensor | None, out_D: Tensor) -> None:
+        """Write the aggregate of the rows at hand into `out_D`.
+
+        Args:
+            rows_ND: finite rows, [n, D], floating.
+            points_KE: the block's decision, [K, n+1], or None for a coordinate-wise rule.
+            out_D: [D], floating; must not overlap `rows_ND`.
+        """
+        if points_KE is not None:
+            points_KE = points_KE.to(rows_ND.device, compute_dtype(rows_ND.dtype))
+        start = 0
+        with full_float32():
+            for block_NB in column_blocks(rows_ND):
+                stop = start + block_NB.shape[1]
+                out_D[start:stop] = self._combine_block(block_NB, points_KE)
+                start = stop
+
+    def _combine_block(self, block_NB: Tensor, points_KE: Tensor | None) -> Tensor:
+        if points_KE is not None:
+            block_NB = mix_rows(block_NB, points_KE)
+            if self.rule.info.kind is Kind.GRAM:
+                return block_NB[0]
+        function = self.rule.finish or self.rule.function
+        out: Tensor = function(block_NB, self.f, **self.params)
+        return out
+
+
+def mix_rows(block_NB: Tensor, points_KE: Tensor) -> Tensor:
+    """The points as vectors: sum_i p_ki x_i + p_k,n+1 median; [n, B] x [K, n+1] -> [K, B].
+
+    The median costs a sorting network, so it is computed only if some point uses it (centred clipping on a healthy step
+    does not). A row with coefficient 0 in all points is left out, so that no overflow of it can come back as 0 * Inf.
+    """
+    weights_KN, median_K = points_KE[:, :-1], points_KE[:, -1]
+    mixed_KB = weights_KN @ block_NB
+    if bool((median_K.abs() > torch.finfo(points_KE.dtype).eps).any()):
+        mixed_KB += median_K[:, None] * median_of_rows(block_NB)
+    return mixed_KB
+
+
+def _ready(named: Named, path: str, *, pre: bool) -> tuple[Rule, Mapping[str, Any]]:
+    spec = {"name": named} if isinstance(named, str) else dict(named)
+    rule = base.find(str(spec.pop("name", "")), pre=pre, path=path)
+    return rule, rule.info.check_params(spec, path)
+
+
+def _random(rule: Rule, seed: int) -> dict[str, torch.Generator]:
+    return {"generator": torch.Generator().manual_seed(seed)} if rule.info.stochastic else {}
