@@ -1,0 +1,1 @@
+"""Moves bytes between replicas. Knows no rule and no host."""

@@ -1,0 +1,104 @@
+"""Who sends what to whom for one bucket layout: pure index arithmetic, computed once per layout and rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from ds_byzantine.types import Delivery, Layout
+
+
+class Piece(NamedTuple):
+    """Elements `[start, stop)` of a chunk (not of the bucket), which belong to tensor number `tensor`."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class Span(NamedTuple):
+    """A run of elements."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The exchange of one bucket, seen by one rank.
+
+    Args:
+        tensors: names, in order of first appearance; `Piece.tensor` counts in it.
+        pieces: for each rank's chunk, its pieces by ascending `start`.
+        sizes: elements of each rank's chunk.
+        send: spans of this rank's chunk to pack, by destination; empty unless delivered to owners.
+        send_sizes: elements for each destination.
+        receive: spans of the bucket to fill, in order of arrival.
+        receive_sizes: elements from each source.
+    """
+
+    tensors: tuple[str, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+    sizes: tuple[int, ...]
+    send: tuple[Span, ...]
+    send_sizes: tuple[int, ...]
+    receive: tuple[Span, ...]
+    receive_sizes: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def routes(layout: Layout, rank: int) -> Routes:
+    """The routes of `layout` for `rank`."""
+    n, bounds = layout.replicas, layout.bounds
+    number: dict[str, int] = {}
+    for segment in layout.segments:
+        number.setdefault(segment.tensor, len(number))
+    chunks = [Span(bounds[k], bounds[k + 1]) for k in range(n)]
+    pieces = tuple(tuple(_pieces(layout, number, chunk)) for chunk in chunks)
+    send: list[Span] = []
+    receive: list[Span] = []
+    send_sizes, receive_sizes = [0] * n, [0] * n
+    if layout.delivery is Delivery.OWNERS:
+        mine = chunks[rank]
+        for destination in range(n):
+            spans = _owned(layout, destination, mine)
+            send += [Span(s.start - mine.start, s.stop - mine.start) for s in spans]
+            send_sizes[destination] = sum(s.stop - s.start for s in spans)
+        for source in range(n):
+            spans = _owned(layout, rank, chunks[source])
+            receive += spans
+            receive_sizes[source] = sum(s.stop - s.start for s in spans)
+    sizes = tuple(c.stop - c.start for c in chunks)
+    return Routes(
+        tuple(number), pieces, sizes, tuple(_joined(send)), tuple(send_sizes), tuple(receive), tuple(receive_sizes)
+    )
+
+
+def _pieces(layout: Layout, number: dict[str, int], chunk: Span) -> list[Piece]:
+    out = []
+    for segment in layout.segments:
+        start, stop = max(segment.start, chunk.start), min(segment.stop, chunk.stop)
+        if start < stop:
+            out.append(Piece(number[segment.tensor], start - chunk.start, stop - chunk.start))
+    return out
+
+
+def _owned(layout: Layout, owner: int, chunk: Span) -> list[Span]:
+    out = []
+    for piece in layout.owners:
+        start, stop = max(piece.start, chunk.start), min(piece.stop, chunk.stop)
+        if piece.owner == owner and start < stop:
+            out.append(Span(start, stop))
+    return out
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Neighbours that touch, as one span: fewer copies."""
+    out: list[Span] = []
+    for span in spans:
+        if out and out[-1].stop == span.start:
+            out[-1] = Span(out[-1].start, span.stop)
+        else:
+            out.append(span)
+    return out
