@@ -55,6 +55,11 @@ class Aggregator:
         """Whether a decision in coefficient space comes before the combination."""
         return bool(self.pre) or self.rule.info.kind is not Kind.COORDINATE
 
+    @property
+    def output_is_point(self) -> bool:
+        """Whether the output is a known combination of the rows, so that distances to it follow from the Gram."""
+        return self.rule.info.kind is Kind.GRAM
+
     def check(self, n: int) -> None:
         """Raise InfeasibleError if n rows are too few for the rule with f bad ones."""
         least = self.rule.info.least_replicas(self.f)

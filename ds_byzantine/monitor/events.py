@@ -1,0 +1,101 @@
+"""The events of a run and the file they are written to.
+
+`events.jsonl` holds one JSON object a line, flushed at once, so that it can be read while it grows and after a kill.
+Every object carries `schema` and `kind`; unknown kinds are to be skipped by readers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """First line of a run: what protects what."""
+
+    kind: ClassVar[str] = "run"
+    version: str
+    rule: str
+    f: int
+    replicas: int
+    scope: str
+    stage: int
+    host: str
+    drill: str | None = None
+    ranks: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One optimizer step.
+
+    Args:
+        step: number of the step, from 0.
+        kept: replicas whose rows took part in every tensor.
+        dropped: replicas that lost a row in at least one tensor because it was not finite.
+        nonfinite: for each replica, in how many aggregated tensors its row was not finite.
+        distances: for each replica, the square root of the summed squared distances of its rows to the aggregate;
+            null where no row of it could be used.
+        suspect: the replica with the largest distance, or null. One step is no evidence: see the ledger.
+        unsafe: tensors in which more than f rows were not finite; the aggregate is NaN there and the step is skipped.
+        bytes: what rank 0 sent for gradients in this step.
+        stock_bytes: what the host's own reduction would have sent (ring algorithms).
+        exchange_ms, rule_ms: wall-clock time on rank 0 in collectives and in the rule.
+    """
+
+    kind: ClassVar[str] = "step"
+    step: int
+    kept: list[int]
+    dropped: list[int]
+    nonfinite: list[int]
+    distances: list[float | None]
+    suspect: int | None
+    unsafe: list[str]
+    bytes: int
+    stock_bytes: int
+    exchange_ms: float
+    rule_ms: float
+
+
+class EventLog:
+    """Appends events to `<directory>/events.jsonl`.
+
+    Args:
+        directory: created if missing.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.path = Path(directory) / "events.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, event: RunEvent | StepEvent) -> None:
+        """Append one event and flush it to the operating system."""
+        record = {"schema": SCHEMA, "kind": event.kind, **asdict(event)}
+        self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; later writes fail."""
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no Inf: they become null."""
+    if isinstance(value, float):
+        return round(value, 9) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value

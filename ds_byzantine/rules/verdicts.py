@@ -1,0 +1,127 @@
+"""From the partial statistics of all chunks to one decision per tensor, alike on every rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_byzantine.rules.apply import Aggregator
+from ds_byzantine.rules.geometry import Geometry
+from ds_byzantine.rules.gram import finite_rows, partial_basis
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do with the rows of one tensor.
+
+    Args:
+        kept_N: rows that take part, bool [n], on the CPU.
+        aggregator: the rule with f lowered by the rows removed; None if more than f were: the output is NaN.
+        points_KE: the decision over (kept rows, median), or None for a coordinate-wise rule.
+    """
+
+    kept_N: Tensor
+    aggregator: Aggregator | None
+    points_KE: Tensor | None
+
+    def like(self, other: Verdict) -> bool:
+        """Whether two tensors can be combined in one go."""
+        if (self.points_KE is None) != (other.points_KE is None) or not torch.equal(self.kept_N, other.kept_N):
+            return False
+        return self.points_KE is None or other.points_KE is None or torch.equal(self.points_KE, other.points_KE)
+
+
+def piece_statistics(rows_ND: Tensor, kept_N: Tensor | None, with_gram: bool) -> Tensor:
+    """What an aggregator says about its piece of a tensor.
+
+    Args:
+        rows_ND: the piece, [n, D].
+        kept_N: rows to use, bool [n], as agreed in an earlier round; None: those that are finite here.
+        with_gram: whether the rule needs inner products.
+
+    Returns:
+        [n] flags, followed by the upper triangle of the (n+1) x (n+1) basis matrix if `with_gram`; float64 on the rows'
+        device. Rows that are not used have zeros in the matrix.
+    """
+    n = rows_ND.shape[0]
+    kept = finite_rows(rows_ND) if kept_N is None else kept_N.to(rows_ND.device)
+    if not with_gram:
+        return kept.double()
+    whole = bool(kept.all())
+    basis_EE = partial_basis(rows_ND if whole else rows_ND[kept])
+    if not whole:
+        full = torch.zeros(n + 1, n + 1, dtype=torch.float64, device=rows_ND.device)
+        index = torch.cat([kept.nonzero()[:, 0], torch.tensor([n], device=rows_ND.device)])
+        full[index[:, None], index] = basis_EE
+        basis_EE = full
+    upper = torch.triu_indices(n + 1, n + 1, device=rows_ND.device)
+    # A square that overflows float64 makes the row unusable, exactly as Inf would.
+    kept = kept & torch.isfinite(torch.diagonal(basis_EE))[:-1]
+    return torch.cat([kept.double(), basis_EE[upper[0], upper[1]]])
+
+
+def add_up(partials: list[Tensor], tensors_of: list[list[int]], tensors: int, n: int) -> tuple[Tensor, Tensor | None]:
+    """Sum the partial statistics of all chunks, in rank order.
+
+    Args:
+        partials: per chunk, [pieces, W].
+        tensors_of: per chunk, the tensor number of each piece.
+
+    Returns:
+        finite_TN (bool: finite in every piece) and basis_TEE (float64), or None if W holds flags only.
+    """
+    width = partials[0].shape[1]
+    bad_TN = torch.zeros(tensors, n, dtype=torch.float64)
+    total = torch.zeros(tensors, width - n, dtype=torch.float64)
+    for partial, numbers in zip(partials, tensors_of, strict=True):
+        index = torch.tensor(numbers, dtype=torch.long)
+        bad_TN.index_add_(0, index, (partial[:, :n] < 0.5).double())
+        total.index_add_(0, index, partial[:, n:])
+    finite_TN = bad_TN == 0
+    if width == n:
+        return finite_TN, None
+    upper = torch.triu_indices(n + 1, n + 1)
+    basis_TEE = torch.zeros(tensors, n + 1, n + 1, dtype=torch.float64)
+    basis_TEE[:, upper[0], upper[1]] = total
+    basis_TEE[:, upper[1], upper[0]] = total
+    return finite_TN, basis_TEE
+
+
+def decide(
+    ready: Aggregator, finite_TN: Tensor, basis_TEE: Tensor | None, seed: int
+) -> tuple[list[Verdict], Tensor | None]:
+    """One verdict per tensor, batched over the tensors that kept the same rows.
+
+    Returns:
+        The verdicts, and the squared distances of all rows to the aggregate, [T, n] float64 with 0 for rows that were
+        removed; None if the rule is not known from inner products alone.
+    """
+    tensors, n = finite_TN.shape
+    verdicts: list[Verdict | None] = [None] * tensors
+    distances_TN = torch.zeros(tensors, n, dtype=torch.float64) if basis_TEE is not None else None
+    groups: dict[bytes, list[int]] = defaultdict(list)
+    for t in range(tensors):
+        groups[finite_TN[t].numpy().tobytes()].append(t)
+    for members in groups.values():
+        kept_N = finite_TN[members[0]]
+        lost = n - int(kept_N.sum())
+        if lost > ready.f or lost == n:
+            points_TKE, now = None, None
+        else:
+            now = ready.without(lost)
+            points_TKE = None
+            if basis_TEE is not None:
+                index = torch.cat([kept_N.nonzero()[:, 0], torch.tensor([n])])
+                sub = basis_TEE[members][:, index][:, :, index]
+                points_TKE = now.decide(sub, seed)
+                if distances_TN is not None and points_TKE is not None and points_TKE.shape[1] == 1:
+                    near = Geometry.of_rows(sub).distances_to(points_TKE[:, 0])
+                    distances_TN[torch.tensor(members)[:, None], index[:-1]] = near
+        for i, t in enumerate(members):
+            verdicts[t] = Verdict(kept_N, now, None if points_TKE is None else points_TKE[i])
+    if not ready.output_is_point:
+        distances_TN = None
+    return [v for v in verdicts if v is not None], distances_TN
