@@ -1,7 +1,7 @@
 """What a rule is, and the registry of their functions.
 
-* coordinate rule: `fn(rows_ND, f, **params) -> out_D`; rows are finite, float32 or float64, at least `least_replicas(f)`
-  of them; the output has the same dtype; inputs are never mutated or aliased.
+* coordinate rule: `fn(rows_ND, f, **params) -> out_D`; rows are finite, float32 or float64, at least
+  `least_replicas(f)` of them; the output has the same dtype; inputs are never mutated or aliased.
 * Gram rule: `fn(geometry, f, **params) -> point_TE`, one point per block over (x_1, ..., x_n, median).
 * Gram-then-coordinate rule: `fn(geometry, f, **params) -> Geometry` with the K points, and
   `finish(rows_KD, f, **params) -> out_D` over them.
@@ -12,16 +12,21 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_byzantine.errors import ConfigError
 from ds_byzantine.rules import catalog
 from ds_byzantine.rules.catalog import Kind, Param, RuleInfo
 
 RuleFunction = Callable[..., Any]
+Function = TypeVar("Function", bound=RuleFunction)
+
+# Modules that hold the built-in functions; imported by the first `find`, since they need this one.
+_MODULES = ("coordinate", "krum", "bulyan", "subsets", "spectral", "norms", "geometric", "pre")
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,10 @@ class Rule:
 _FUNCTIONS: dict[tuple[str, bool], Rule] = {}
 
 
-def implements(name: str, *, pre: bool = False, finish: RuleFunction | None = None) -> Callable[[RuleFunction], RuleFunction]:
+def implements(name: str, *, pre: bool = False, finish: RuleFunction | None = None) -> Callable[[Function], Function]:
     """Decorator: the function below is the built-in rule `name` of the catalog."""
 
-    def bind(function: RuleFunction) -> RuleFunction:
+    def bind(function: Function) -> Function:
         _FUNCTIONS[name, pre] = Rule(catalog.lookup(name, pre=pre), function, finish)
         return function
 
@@ -49,6 +54,9 @@ def implements(name: str, *, pre: bool = False, finish: RuleFunction | None = No
 def find(name: str, *, pre: bool = False, path: str = "byzantine.rule") -> Rule:
     """The rule (or pre-aggregation) called `name`. Raises ConfigError, with the nearest name, if there is none."""
     info = catalog.lookup(name, path, pre=pre)
+    if (info.name, pre) not in _FUNCTIONS:
+        for module in _MODULES:
+            importlib.import_module(f"ds_byzantine.rules.{module}")
     return _FUNCTIONS[info.name, pre]
 
 
@@ -100,6 +108,6 @@ def _params_of(name: str, function: RuleFunction) -> tuple[Param, ...]:
         if p.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
         if type(p.default) not in (int, float, str, bool):
-            raise ConfigError(f'register_rule("{name}"): give the keyword-only argument "{p.name}" a plain default value.')
+            raise ConfigError(f'register_rule("{name}"): give the keyword-only argument "{p.name}" a plain default.')
         found.append(Param(p.name, type(p.default), p.default, f"Parameter of {name}."))
     return tuple(found)

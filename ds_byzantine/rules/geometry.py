@@ -51,7 +51,7 @@ class Geometry:
         return torch.eye(size, dtype=torch.float64)[-1].expand(self.blocks, size)
 
     def products(self, a_TKE: Tensor, b_TLE: Tensor) -> Tensor:
-        """<a_k, b_l> for points (or differences of points) over (x_1..x_n, m): [T, K, n+1] x [T, L, n+1] -> [T, K, L]."""
+        """<a_k, b_l> for points (or their differences) over (x_1..x_n, m): [T, K, n+1] x [T, L, n+1] -> [T, K, L]."""
         return self._centred(a_TKE) @ self.basis_TEE @ self._centred(b_TLE).transpose(-1, -2)
 
     @property
