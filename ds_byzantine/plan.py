@@ -1,0 +1,324 @@
+"""Can this section hold in this job, and what does it cost? Arithmetic only, no torch.
+
+The one source of truth for the validator, for the refusal at attach time and for the `plan` command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from math import ceil, comb
+
+from ds_byzantine.config import ByzantineConfig, PreConfig, RuleConfig
+from ds_byzantine.errors import ConfigError, InfeasibleError
+from ds_byzantine.rules.catalog import RULES, Kind, RuleInfo
+
+MOST_SUBSETS = 200_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will happen in a job of n replicas.
+
+    Bytes are those that one rank sends (the mean over ranks) in one reduction of all `numel` gradients; None if `numel`
+    was not given. `extra_memory` is what a rank holds besides stock DeepSpeed, in bytes.
+    """
+
+    n: int
+    f: int
+    rule: RuleConfig
+    pre: tuple[PreConfig, ...]
+    scope: str
+    aggregate_at: str
+    host: str
+    log_dir: str
+    warnings: tuple[str, ...]
+    traffic_ratio: float | None
+    bytes_sent_per_rank: int | None = None
+    stock_bytes_per_rank: int | None = None
+    extra_memory: int | None = None
+    drill: str | None = None
+
+    def rules_that_fit(self) -> tuple[str, ...]:
+        """Names of the rules that hold for this n and f."""
+        return rules_that_fit(self.n, self.f)
+
+    def describe(self, version: str | None = None) -> str:
+        """The line that rank 0 logs when the rule takes effect.
+
+        Example:
+            >>> from ds_byzantine.config import parse_section
+            >>> section = parse_section({"rule": "krum", "monitor": {"dir": "runs"}})
+            >>> print(plan(section, 5, stage=2).describe("0.1.0"))
+            ds_byzantine 0.1.0: krum f=1 over 5 replicas (ZeRO-2, scope tensor), reduce traffic x0.6 of stock, log runs
+        """
+        rule = " + ".join([p.name for p in self.pre] + [self.rule.name])
+        traffic = "no traffic" if self.traffic_ratio is None else f"reduce traffic x{self.traffic_ratio:.2g} of stock"
+        drill = f", drill {self.drill}" if self.drill else ""
+        count = "1 replica" if self.n == 1 else f"{self.n} replicas"
+        return (
+            f"ds_byzantine {version or _version()}: {rule} f={self.f} over {count} ({self.host}, scope {self.scope}), "
+            f"{traffic}, log {self.log_dir}{drill}"
+        )
+
+
+def plan(
+    config: ByzantineConfig,
+    replicas: int,
+    *,
+    stage: int | None,
+    numel: int | None = None,
+    dtype_bytes: int = 4,
+    tensors: int | None = None,
+    bucket_numel: int | None = None,
+    accumulation: int = 1,
+    everyone: bool = False,
+    tied: bool = False,
+    path: str = "byzantine",
+) -> Plan:
+    """Decide whether the section can hold, derive what it leaves out and count the cost.
+
+    Args:
+        config: the checked section.
+        replicas: n, data-parallel copies of the model.
+        stage: ZeRO stage 0 to 3; None for a host that all-reduces (DDP).
+        numel: gradient elements of one model copy that are reduced; without it no bytes are given.
+        dtype_bytes: bytes of an element on the wire.
+        tensors: parameter tensors; with it the bytes of the partial statistics are counted.
+        bucket_numel: elements that the host reduces at once; left out: all of them.
+        accumulation: micro-steps in an optimizer step.
+        everyone: the host needs the whole average on all ranks whatever the stage (DeepSpeed's BF16_Optimizer).
+        tied: some parameters are tied or replicated over model-parallel ranks.
+        path: dotted config path for messages.
+
+    Raises:
+        InfeasibleError: n, f, rule, pre-aggregations or scope do not fit together; the message names a way out.
+        ConfigError: the drill names a replica that the job does not have; `replicas` or `stage` is not one.
+
+    Example:
+        >>> from ds_byzantine.config import parse_section
+        >>> plan(parse_section({}), 5, stage=2).f
+        1
+    """
+    n = replicas
+    if n < 1 or stage not in (None, 0, 1, 2, 3):
+        raise ConfigError(f"plan: got replicas={n}, stage={stage}; a job has at least 1 replica and ZeRO stage 0 to 3.")
+    f = _derived(config, n) if config.f is None else config.f
+    _check(config, n, f, path)
+    if tied and config.scope == "shard" and uses_gram(config):
+        raise InfeasibleError(
+            f'{path}.scope: "shard" lets each rank decide for its piece, but copies of tied or replicated parameters '
+            f'would get different decisions and drift apart. Use "tensor", or a coordinate-wise rule such as "median".'
+        )
+    ours, stock = _shares(n, 0 if stage is None or everyone else stage)
+    sent = plain = memory = None
+    if numel is not None:
+        plain = round(stock * numel * dtype_bytes)
+        sent = round(ours * numel * dtype_bytes) + _statistics_bytes(config, n, tensors)
+        memory = min(numel, bucket_numel or numel) * dtype_bytes * (n > 1)
+        memory += numel * dtype_bytes if _keeps_gradients(config, stage) else 0
+    ratio = None if n == 1 else sent / plain if sent is not None and plain else ours / stock
+    return Plan(
+        n,
+        f,
+        config.rule,
+        config.pre,
+        config.scope,
+        config.aggregate_at,
+        "data parallel" if stage is None else f"ZeRO-{stage}",
+        config.monitor.dir,
+        _warnings(config, n, f, stage, accumulation, path),
+        ratio,
+        sent,
+        plain,
+        memory,
+        _drill(config, n, f, path),
+    )
+
+
+def default_f(n: int) -> int:
+    """Bad replicas to tolerate among n when the section does not say: 0 for 1-2, 1 for 3-15, n/8 from 16 on.
+
+    Example:
+        >>> [default_f(n) for n in (1, 2, 3, 8, 16, 64)]
+        [0, 0, 1, 1, 2, 8]
+    """
+    return 0 if n <= 2 else max(1, n // 8)
+
+
+def rules_that_fit(n: int, f: int) -> tuple[str, ...]:
+    """Names of the rules, in their standard form, that hold for n replicas with f bad ones.
+
+    Example:
+        >>> "median" in rules_that_fit(4, 1), "krum" in rules_that_fit(4, 1)
+        (True, False)
+    """
+    return tuple(sorted(name for name, info in RULES.items() if _holds(info, n, f)))
+
+
+def uses_gram(config: ByzantineConfig) -> bool:
+    """Whether decisions need inner products of rows, so that `scope` matters."""
+    return bool(config.pre) or config.rule.info.kind is not Kind.COORDINATE
+
+
+def _holds(info: RuleInfo, n: int, f: int) -> bool:
+    small = not info.searches_subsets or comb(n, f) <= MOST_SUBSETS
+    return 0 <= f <= info.most_faulty(n) and n > 2 * f and small
+
+
+# -- feasibility -------------------------------------------------------------------------------------------------------
+
+
+def _derived(config: ByzantineConfig, n: int) -> int:
+    """The largest f up to the default that the rule, after the pre-aggregations, allows."""
+    for f in range(default_f(n), 0, -1):
+        rows, short = _rows_left(config.pre, n, f)
+        if short is None and f <= _rule(config).most_faulty(rows):
+            return f
+    return 0
+
+
+def _rule(config: ByzantineConfig) -> RuleInfo:
+    return config.rule.info.variant(config.rule.params)
+
+
+def _rows_left(pre: Sequence[PreConfig], n: int, f: int) -> tuple[int, int | None]:
+    """Rows that reach the rule, and the index of the first pre-aggregation that has too few of them."""
+    for i, one in enumerate(pre):
+        info = one.info.variant(one.params)
+        if n < info.least_replicas(f):
+            return n, i
+        n = info.points_after(n, one.params)
+    return n, None
+
+
+def _check(config: ByzantineConfig, n: int, f: int, path: str) -> None:
+    if n == 1 and f == 0:
+        return  # the row is its own aggregate
+    rule = _rule(config)
+    if f and not rule.tolerates_faults:
+        fits = [name for name in ("centered_clip", "median") if _holds(RULES[name], n, f)]
+        other = f' or rule "{fits[0]}" ({RULES[fits[0]].bound})' if fits else ""
+        raise InfeasibleError(
+            f"{path}.rule: {rule.name} tolerates no bad replica, but f={f}. Use f=0, which only watches,{other}."
+        )
+    rows, short = _rows_left(config.pre, n, f)
+    if short is not None:
+        info = config.pre[short].info
+        _refuse_bound(info, f"{path}.pre[{short}]", n, rows, f, config)
+    if rows < rule.least_replicas(f):
+        _refuse_bound(rule, f"{path}.f", n, rows, f, config)
+    if n <= 2 * f:
+        raise InfeasibleError(
+            f"{path}.f: f={f} needs at least {2 * f + 1} replicas (2f+1) whatever the rule; this job has {n}. "
+            f"Use f={(n - 1) // 2} or more ranks."
+        )
+    if rule.searches_subsets and comb(rows, f) > MOST_SUBSETS:
+        raise InfeasibleError(
+            f"{path}.rule: {rule.name} with f={f} would search C({rows},{f}) = {comb(rows, f):,} subsets of the rows; "
+            f'the limit is {MOST_SUBSETS:,}. Use rule "caf_gated", or pre ["nnm"] with rule "trimmed_mean".'
+        )
+
+
+def _refuse_bound(info: RuleInfo, where: str, n: int, rows: int, f: int, config: ByzantineConfig) -> None:
+    ways = []
+    most = max((g for g in range(f) if _feasible(config, n, g)), default=None)
+    if most is not None:
+        ways.append(f"f={most}")
+    if rows < n:
+        ways.append("smaller buckets")
+    median, reach = RULES["median"], (n - 1) // 2
+    if info.name != "median" and reach >= f:
+        ways.append(f'rule "median" ({median.bound})' + (" without pre" if config.pre else ""))
+    elif info.name != "median" and most is not None and reach > most:
+        ways.append(f'rule "median" ({median.bound}) with f={reach}')
+    has = f"this job has {n}" if rows == n else f"of this job's {n} replicas the pre-aggregations leave {rows} rows"
+    unit = "replicas" if rows == n else "rows"
+    ways.append("more ranks")
+    advice = ways[0] if len(ways) == 1 else ", ".join(ways[:-1]) + (", or " if len(ways) > 2 else " or ") + ways[-1]
+    least = f"{info.name} with f={f} needs at least {info.least_replicas(f)} {unit} ({info.bound})"
+    raise InfeasibleError(f"{where}: {least}; {has}. Use {advice}.")
+
+
+def _feasible(config: ByzantineConfig, n: int, f: int) -> bool:
+    rows, short = _rows_left(config.pre, n, f)
+    return short is None and rows >= _rule(config).least_replicas(f)
+
+
+# -- cost ----------------------------------------------------------------------------------------------------------
+
+
+def _shares(n: int, stage: int) -> tuple[float, float]:
+    """What a rank sends, in units of the gradient: with a rule, and with stock DeepSpeed.
+
+    Rows to aggregators: (n-1)/n. Then each aggregator sends its 1/n to the owner (ZeRO 1, 2), to everyone (0) or keeps
+    it (3). Stock: a ring all-reduce, which ZeRO 1 and 2 use as well by default, or a reduce-scatter (3).
+    """
+    step = (n - 1) / n
+    delivery = {0: step, 1: step / n, 2: step / n, 3: 0.0}[stage]
+    return step + delivery, step if stage == 3 else 2 * step
+
+
+def _statistics_bytes(config: ByzantineConfig, n: int, tensors: int | None) -> int:
+    """All-gather of one float64 record per tensor piece: n finite flags, and the Gram of n rows and their median."""
+    if tensors is None or config.scope == "shard" or n == 1:
+        return 0
+    pieces = ceil(tensors / n) + 1  # of one rank's chunk, tensors spread evenly
+    width = n + ((n + 1) * (n + 2) // 2 if uses_gram(config) else 0)
+    return (n - 1) * pieces * width * 8
+
+
+def _keeps_gradients(config: ByzantineConfig, stage: int | None) -> bool:
+    """Whether a gradient-sized buffer is held until the end of the step."""
+    at_boundary = config.aggregate_at == "boundary" and stage in (2, 3)
+    return at_boundary or (config.scope == "model" and uses_gram(config))
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _warnings(
+    config: ByzantineConfig, n: int, f: int, stage: int | None, accumulation: int, path: str
+) -> tuple[str, ...]:
+    if n == 1:
+        return (f"{path}: one replica: its gradients pass through unchanged, there is no other to compare with.",)
+    found = []
+    if f == 0:
+        why = f" ({config.rule.name} tolerates none of {n} replicas)" if config.f is None and n > 2 else ""
+        found.append(
+            f"{path}.f: f=0{why} tolerates no bad replica: rows are watched and logged, and a non-finite one makes the "
+            "step be skipped as in stock DeepSpeed."
+        )
+    if config.rule.name == "krum" and not config.pre:
+        found.append(
+            f'{path}.rule: krum alone has 7-15 times the variance of the mean; "multi_krum" or "centered_clip" have '
+            "about that of the mean."
+        )
+    if config.scope != "tensor" and not uses_gram(config):
+        found.append(f"{path}.scope: {config.rule.name} decides per coordinate: scope {config.scope} changes nothing.")
+    elif config.scope == "model":
+        found.append(f"{path}.scope: model keeps all rows until the step ends: one gradient-sized buffer a rank.")
+    if stage in (2, 3) and config.aggregate_at == "boundary":
+        found.append(f"{path}.aggregate_at: boundary keeps what is accumulated: one gradient-sized buffer a rank.")
+    elif stage in (2, 3) and accumulation > 1:
+        found.append(
+            f"{path}.aggregate_at: ZeRO-{stage} reduces in each of the {accumulation} micro-steps, so the rule sees "
+            'noisier gradients than their sum. "boundary" aggregates once, for one gradient-sized buffer a rank.'
+        )
+    return (*found, *(config.drill.warnings(n, f) if config.drill else ()))
+
+
+def _drill(config: ByzantineConfig, n: int, f: int, path: str) -> str | None:
+    if config.drill is None:
+        return None
+    bad = config.drill.bad_replicas(n, f, f"{path}.drill")
+    until = "" if config.drill.stop is None else f" to {config.drill.stop - 1}"
+    return f"{config.drill.name} on replica {', '.join(map(str, bad))} from step {config.drill.start}{until}"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("ds_byzantine")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
