@@ -7,6 +7,7 @@ the documentation read this table, so that a rule is described in one place only
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -113,9 +114,9 @@ def _checked(param: Param, value: Any, path: str) -> Any:
         raise ConfigError(f"{path}: got {value!r}, but this is a {param.type.__name__}. {param.doc}")
     if param.choices and value not in param.choices:
         raise ConfigError(f"{path}: got {value!r}. Use one of: {', '.join(param.choices)}.")
-    low, high = param.minimum, param.maximum
-    too_low = low is not None and (value <= low if param.exclusive_minimum else value < low)
-    if too_low or (high is not None and value > high) or value != value:
+    low, high, got = param.minimum, param.maximum, float(value) if isinstance(value, (int, float)) else 0.0
+    too_low = low is not None and (got <= low if param.exclusive_minimum else got < low)
+    if too_low or (high is not None and got > high) or not math.isfinite(got):
         span = f"{'>' if param.exclusive_minimum else '>='} {low}" if high is None else f"between {low} and {high}"
         raise ConfigError(f"{path}: got {value!r}, but it has to be {span}. {param.doc}")
     return value

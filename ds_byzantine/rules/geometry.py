@@ -84,6 +84,16 @@ class Geometry:
         """New points sum_k w_lk p_k: [T, L, K] -> a Geometry with L points per block over the same basis."""
         return Geometry(self.basis_TEE, weights_TLK @ self.points_TKE)
 
+    def average(self, weights_TK: Tensor) -> Tensor:
+        """The point sum_k w_k p_k / sum_k w_k of each block; weights >= 0, not all zero. [T, K] -> [T, n+1]."""
+        shares_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return (shares_TK[:, None, :] @ self.points_TKE)[:, 0]
+
+    def average_of(self, chosen_TM: Tensor) -> Tensor:
+        """The plain mean of the chosen points of each block; indices [T, M], M >= 1 -> [T, n+1]."""
+        weights_TK = torch.zeros(self.blocks, self.count, dtype=torch.float64)
+        return self.average(weights_TK.scatter_(-1, chosen_TM, 1.0))
+
     @staticmethod
     def _centred(points_TKE: Tensor) -> Tensor:
         """Coefficients over (x_i, m) -> over (x_i - m, m): the last one becomes the sum of all."""
