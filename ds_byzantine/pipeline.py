@@ -53,6 +53,7 @@ class ShardAggregator:
             aggregator, no communication) or "model" (one for all tensors that are resolved together).
         tap: called with (flat, step) before the exchange: a drill spoils the gradients of a bad replica there.
         distances_every: measure the rows' distances to the aggregate every so many steps.
+        step_of: number of the optimizer step in progress; the same on all ranks.
     """
 
     def __init__(
@@ -63,13 +64,14 @@ class ShardAggregator:
         scope: str = "tensor",
         tap: Tap | None = None,
         distances_every: int = 1,
+        step_of: Callable[[], int] = lambda: 0,
     ) -> None:
         self.transport = transport
         self.aggregator = aggregator
         self.scope = scope
         self.tap = tap
         self.distances_every = distances_every
-        self.step = 0
+        self._step_of = step_of
         self.workspace = Workspace()
         self.recorder = Recorder(transport.size)
         self._sent_before = 0
@@ -77,6 +79,8 @@ class ShardAggregator:
     @torch.no_grad()
     def reduce(self, bucket: Bucket) -> None:
         """Aggregate one bucket in place; a collective call: every replica has to make it with the same layout."""
+        if bucket.flat.numel() == 0:
+            return
         self.resolve([self.collect(bucket)])
 
     def collect(self, bucket: Bucket, *, keep: bool = False) -> Held:
@@ -112,8 +116,12 @@ class ShardAggregator:
         event = recorder.event(self.step, distances, sent)
         recorder.reset()
         self._sent_before = self.transport.bytes_sent
-        self.step += 1
         return event
+
+    @property
+    def step(self) -> int:
+        """Number of the optimizer step in progress."""
+        return self._step_of()
 
     # -- verdicts ------------------------------------------------------------------------------------------------
 

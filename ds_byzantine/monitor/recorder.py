@@ -65,7 +65,7 @@ class Recorder:
             nonfinite=list(self.nonfinite),
             distances=usable,
             suspect=dropped[0] if dropped else suspect,
-            unsafe=sorted(self.unsafe),
+            unsafe=dict(sorted(self.unsafe.items())),
             bytes=sent,
             stock_bytes=self.stock_bytes,
             exchange_ms=round(self.milliseconds["exchange"], 3),

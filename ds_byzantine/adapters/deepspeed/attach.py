@@ -1,0 +1,202 @@
+"""From an engine whose config has a "byzantine" section to an engine whose gradients pass through the rule."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from ds_byzantine._version import VERSION
+from ds_byzantine.adapters._patch import Bindings, verify
+from ds_byzantine.adapters.deepspeed import boundary, points, stage0
+from ds_byzantine.adapters.deepspeed.refuse import refuse_unsupported
+from ds_byzantine.adapters.deepspeed.step import StepHook
+from ds_byzantine.adapters.deepspeed.zero3 import Zero3
+from ds_byzantine.adapters.deepspeed.zero12 import Zero12
+from ds_byzantine.config import ByzantineConfig, parse_section
+from ds_byzantine.drills.injector import Injector
+from ds_byzantine.errors import ConfigError
+from ds_byzantine.exchange.all_to_all import gather_rows
+from ds_byzantine.exchange.transport import TorchTransport, Transport
+from ds_byzantine.monitor.events import EventLog, RunEvent
+from ds_byzantine.pipeline import ShardAggregator
+from ds_byzantine.plan import Plan, plan
+from ds_byzantine.rules.apply import Aggregator
+
+logger = logging.getLogger("ds_byzantine")
+
+SECTION = "byzantine"
+
+
+@dataclass
+class Attachment:
+    """What protects one engine.
+
+    Args:
+        config: the checked section.
+        plan: n, f and the cost.
+        aggregator: the main path; None with a single replica, where gradients pass through unchanged.
+    """
+
+    config: ByzantineConfig
+    plan: Plan
+    aggregator: ShardAggregator | None
+    bindings: Bindings
+    log: EventLog | None = None
+
+    def detach(self) -> None:
+        """Give the engine its own reductions back; idempotent."""
+        self.bindings.undo()
+        if self.log is not None:
+            self.log.close()
+            self.log = None
+
+
+def section_of(engine: Any) -> Any:
+    """The raw "byzantine" section of an engine's config, or None."""
+    config = getattr(engine, "config", None)
+    return config.get(SECTION) if isinstance(config, Mapping) else None
+
+
+def attach(engine: Any) -> Attachment | None:
+    """Bind the rule to an engine; a collective call over its data-parallel ranks.
+
+    Args:
+        engine: a `DeepSpeedEngine` after its construction.
+
+    Returns:
+        None if there is no section, or if it says `"enabled": false`.
+
+    Raises:
+        ConfigError: the section is malformed, or differs between ranks.
+        InfeasibleError: n, f, rule and scope do not fit.
+        UnsupportedHostError: this DeepSpeed, or an option in use, has a gradient path that would bypass the rule.
+        UnprotectedError: there is nothing to protect.
+    """
+    section = section_of(engine)
+    if section is None:
+        return None
+    config = parse_section(section)
+    if not config.enabled:
+        return None
+    import deepspeed
+
+    _show_messages()
+    verify(_points(engine), deepspeed.__version__, points.SUPPORTED)
+    refuse_unsupported(engine)
+    transport = TorchTransport(engine.seq_data_parallel_group)
+    _agree(engine, transport, section)
+    settled = _plan(engine, transport, config)
+    attachment = Attachment(config, settled, None, Bindings())
+    first = transport.rank == 0
+    if first:
+        attachment.log = EventLog(config.monitor.dir)
+        attachment.log.write(_run_event(engine, settled))
+        for line in (settled.describe(VERSION), *settled.warnings):
+            logger.info(line)
+        if settled.n == 1:
+            logger.warning("byzantine: one replica only, so there is nothing to compare it with: gradients pass through")
+    if settled.n > 1:
+        _bind(engine, transport, attachment)
+    return attachment
+
+
+def _bind(engine: Any, transport: Transport, attachment: Attachment) -> None:
+    config, settled, bindings = attachment.config, attachment.plan, attachment.bindings
+    rule = Aggregator.create(config.rule.named(), settled.f, [p.named() for p in config.pre])
+    tap = None
+    if config.drill is not None:
+        rows = partial(gather_rows, transport)
+        tap = Injector(config.drill, settled.n, settled.f, transport.rank, rows).tap
+    aggregator = ShardAggregator(
+        transport,
+        rule,
+        scope=config.scope,
+        tap=tap,
+        distances_every=config.monitor.every,
+        step_of=lambda: int(engine.global_steps),
+    )
+    attachment.aggregator = aggregator
+    trainable = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    if _reduces_as_stage0(engine):
+        stage0.bind(engine, aggregator, bindings)
+    elif engine.zero_optimization_stage() == 3:
+        Zero3(engine.optimizer, aggregator, {p.ds_id: name for name, p in trainable.items()}).bind(bindings)
+    else:
+        Zero12(engine.optimizer, aggregator, {id(p): name for name, p in trainable.items()}).bind(bindings)
+    if config.aggregate_at == "boundary" and engine.zero_optimization_stage() >= 2:
+        boundary.bind(engine, bindings)
+    StepHook(engine, aggregator, attachment.log, config.monitor.every, set(trainable)).bind(bindings)
+
+
+def _reduces_as_stage0(engine: Any) -> bool:
+    """Stage 0, and BF16_Optimizer, which stage 1 uses for bf16 parameters with fp32 accumulation."""
+    return engine.zero_optimization_stage() == 0 or hasattr(engine.optimizer, "get_grads_for_reduction")
+
+
+def _points(engine: Any) -> tuple[Any, ...]:
+    stage = engine.zero_optimization_stage()
+    chosen = points.ENGINE_POINTS
+    if hasattr(engine.optimizer, "get_grads_for_reduction"):
+        return chosen + points.STAGE0_POINTS + points.BF16_POINTS
+    return chosen + (points.STAGE0_POINTS, points.ZERO12_POINTS, points.ZERO12_POINTS, points.ZERO3_POINTS)[stage]
+
+
+def _plan(engine: Any, transport: Transport, config: ByzantineConfig) -> Plan:
+    trainable = [p for p in engine.module.parameters() if p.requires_grad]
+    return plan(
+        config,
+        transport.size,
+        stage=int(engine.zero_optimization_stage()),
+        numel=sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable),
+        dtype_bytes=engine.communication_data_type.itemsize,
+        tensors=len(trainable),
+        bucket_numel=int(engine._config.zero_config.reduce_bucket_size),
+        accumulation=int(engine.gradient_accumulation_steps()),
+        everyone=_reduces_as_stage0(engine),
+    )
+
+
+def _agree(engine: Any, transport: Transport, section: Any) -> None:
+    """Compare a digest of the section over the ranks: a rank with another rule would hang or poison all others."""
+    text = json.dumps(section, sort_keys=True, default=str)
+    own = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+    everybody = torch.empty(transport.size, dtype=torch.int64, device=engine.device)
+    transport.all_gather(everybody, torch.tensor([own], dtype=torch.int64, device=engine.device))
+    others = [rank for rank, digest in enumerate(everybody.tolist()) if digest != own]
+    if others:
+        raise ConfigError(
+            f'byzantine: the section differs between ranks (rank {transport.rank} disagrees with {others}). Start all '
+            "ranks with the same DeepSpeed JSON."
+        )
+
+
+def _run_event(engine: Any, settled: Plan) -> RunEvent:
+    return RunEvent(
+        version=VERSION,
+        rule=" + ".join([p.name for p in settled.pre] + [settled.rule.name]),
+        f=settled.f,
+        replicas=settled.n,
+        scope=settled.scope,
+        stage=int(engine.zero_optimization_stage()),
+        host=settled.host,
+        drill=settled.drill,
+        ranks={str(i): [i] for i in range(settled.n)},
+    )
+
+
+def _show_messages() -> None:
+    """The banner and the warnings must be seen in a script that never configured logging."""
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        logger.addHandler(handler)

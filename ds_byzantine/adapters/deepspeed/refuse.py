@@ -1,0 +1,121 @@
+"""What is not covered: every DeepSpeed option whose gradients would bypass the rule, refused before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ds_byzantine.errors import UnprotectedError, UnsupportedHostError
+
+OFF = 'or set "byzantine": {"enabled": false} to train without protection'
+COMPRESSED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Raise if some gradient of this engine would not pass through the rule.
+
+    Raises:
+        UnprotectedError: the engine does not train at all (no optimizer, no trainable parameter).
+        UnsupportedHostError: lists every option in use that is not covered, each with the reason and the way out.
+    """
+    if engine.optimizer is None or type(engine.optimizer).__name__ in ("DummyOptim", "DeepSpeedZeRoOffload"):
+        raise UnprotectedError(
+            'byzantine: this engine has no optimizer, so there is no gradient to protect. Pass an optimizer (or the '
+            '"optimizer" section), or remove the "byzantine" section from the config of an inference or evaluation engine.'
+        )
+    if not any(p.requires_grad for p in engine.module.parameters()):
+        raise UnprotectedError("byzantine: no parameter of the model requires a gradient, so nothing is protected.")
+    reasons = [reason for check in _CHECKS for reason in check(engine)]
+    if reasons:
+        listed = "\n  - ".join(reasons)
+        raise UnsupportedHostError(
+            f"byzantine: not every gradient of this engine would pass through the rule:\n  - {listed}\n"
+            f"Change these options, {OFF}."
+        )
+
+
+def _parallelism(engine: Any) -> Iterator[str]:
+    if getattr(engine, "pipeline_parallelism", False):
+        yield "pipeline parallelism: stage-local replica groups are not supported yet. Use ZeRO data parallelism."
+    if int(getattr(engine, "mp_world_size", 1) or 1) > 1 or engine.mpu is not None:
+        yield (
+            "tensor parallelism or a client mpu: replicas of several ranks are not supported yet. Remove "
+            "tensor_parallel / mpu."
+        )
+    if int(getattr(engine, "sequence_parallel_size", 1) or 1) > 1:
+        yield "sequence parallelism: its ranks are not replicas, and are not told apart yet. Use sequence_parallel_size 1."
+    if getattr(engine, "has_moe_layers", False):
+        yield "mixture of experts: expert gradients have fewer replicas, which is not supported yet. Use a dense model."
+
+
+def _zero_options(engine: Any) -> Iterator[str]:
+    zero = engine._config.zero_config
+    if getattr(zero, "zero_quantized_gradients", False):
+        yield "zero_optimization.zero_quantized_gradients: no replica's gradient exists in full precision. Set it to false."
+    if _setting(engine, "zenflow"):
+        yield "zero_optimization.zenflow: it consumes gradients inside its own reduction. Remove the section."
+    if _setting(engine, "super_offload"):
+        yield "zero_optimization.offload_optimizer.super_offload: it steps during backward. Set it to false."
+    if int(getattr(zero, "mics_shard_size", -1) or -1) > 0:
+        yield "zero_optimization.mics_shard_size: MiCS reduces in two levels. Remove it."
+    for key in ("offload_optimizer", "offload_param"):
+        offload = getattr(zero, key, None)
+        if offload is not None and str(getattr(offload, "device", "none")).rsplit(".", 1)[-1] == "nvme":
+            yield f"zero_optimization.{key}.device nvme: untested, gradients leave memory before the step. Use cpu."
+
+
+def _precision(engine: Any) -> Iterator[str]:
+    if engine.zero_optimization_stage() == 0 and engine.fp16_enabled():
+        yield (
+            "fp16 with ZeRO stage 0: DeepSpeed 0.18.3-0.19.8 does not scale the loss there but unscales the step, so "
+            "training is wrong with or without this plug-in (DeepSpeed pull request 8393). Use bf16 or stage 1 to 3."
+        )
+    if getattr(engine, "torch_autocast_z0_gradscaler", None) is not None:
+        yield "torch_autocast float16 with ZeRO stage 0: its scaler steps on its own. Use bfloat16 or stage 1 to 3."
+    if _setting(engine, "amp_enabled"):
+        yield "amp: Apex reduces gradients in its own hooks. Use bf16."
+
+
+def _optimizers(engine: Any) -> Iterator[str]:
+    names = {type(o).__name__.lower() for o in (engine.optimizer, getattr(engine, "basic_optimizer", None)) if o}
+    names.add(str(engine.optimizer_name() or "").lower())
+    if any("muon" in name for name in names) or any(
+        getattr(p, "use_muon", False) and "muon" in "".join(names) for p in engine.module.parameters()
+    ):
+        yield "optimizer Muon: it gathers and orthogonalises gradients before the step; untested. Use AdamW."
+    if any(name in COMPRESSED_OPTIMIZERS for name in names):
+        yield "1-bit optimizers: they communicate compressed momentum inside step(). Use AdamW."
+
+
+def _compiled(engine: Any) -> Iterator[str]:
+    compile_config = getattr(engine._config, "compile_config", None)
+    if getattr(compile_config, "deepcompile", False):
+        yield "compile.deepcompile: it reduces gradients in C++ inside the compiled graph. Set it to false."
+    if type(engine).__name__ == "DeepSpeedHybridEngine":
+        yield "hybrid_engine: untested. Remove the section."
+
+
+def _sparse(engine: Any) -> Iterator[str]:
+    if _setting(engine, "sparse_gradients_enabled"):
+        yield "sparse_gradients: values and indices are gathered, never aggregated. Set it to false."
+    for name, module in engine.module.named_modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            yield f"sparse gradients of {name}: they are gathered, never aggregated. Build it with sparse=False."
+
+
+def _setting(engine: Any, name: str) -> bool:
+    """An engine option that is a method in some versions, an attribute in others, and absent in the rest."""
+    value = getattr(engine, name, False)
+    return bool(value() if callable(value) else value)
+
+
+_CHECKS: tuple[Callable[[Any], Iterator[str]], ...] = (
+    _parallelism,
+    _zero_options,
+    _precision,
+    _optimizers,
+    _compiled,
+    _sparse,
+)

@@ -1,0 +1,104 @@
+"""ZeRO stage 0 and BF16_Optimizer: one call reduces all gradients, and every rank needs all of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_byzantine.adapters._patch import Bindings
+from ds_byzantine.errors import UnsupportedHostError
+from ds_byzantine.pipeline import Held, ShardAggregator
+from ds_byzantine.types import Bucket, Delivery, Layout, Segment, even_bounds
+
+# Elements per bucket: enough to keep the wire busy, small against the model. The host flattens up to 5e8 at a time.
+BUCKET_ELEMENTS = 2**25
+
+Named = tuple[str, Tensor]
+
+
+def bind(engine: Any, aggregator: ShardAggregator, bindings: Bindings, bucket_elements: int = BUCKET_ELEMENTS) -> None:
+    """Replace `engine.buffered_allreduce_fallback`: stage 0, and stage 1 with bf16 parameters and fp32 accumulation."""
+
+    @torch.no_grad()
+    def buffered_allreduce_fallback(grads: Any = None, elements_per_buffer: int = bucket_elements) -> None:
+        if grads is None:
+            named = list(_bf16_gradients(engine) if hasattr(engine.optimizer, "bf16_groups") else _gradients(engine))
+        else:
+            named = [(f"gradient {i}", g) for i, g in enumerate(grads)]
+        _reduce_all(engine, aggregator, named, min(bucket_elements, elements_per_buffer))
+
+    bindings.bind(engine, "buffered_allreduce_fallback", buffered_allreduce_fallback)
+
+
+def _gradients(engine: Any) -> Iterator[Named]:
+    """Every trainable parameter's gradient; one that was not used in this step counts as zero, as in DeepSpeed."""
+    for name, param in engine.module.named_parameters():
+        if not param.requires_grad or param.numel() == 0:
+            continue
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        if param.grad.is_sparse:
+            raise UnsupportedHostError(
+                f"{name}: its gradient is sparse, which is not aggregated robustly. Build the embedding with "
+                "sparse=False."
+            )
+        yield name, param.grad.data
+
+
+def _bf16_gradients(engine: Any) -> Iterator[Named]:
+    """BF16_Optimizer's accumulated gradients, tensor by tensor (its flat buffers end in alignment padding)."""
+    optimizer = engine.optimizer
+    for params, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+        for param, grad in zip(params, grads, strict=True):
+            yield optimizer.param_names.get(param, f"tensor of {tuple(param.shape)}"), grad
+
+
+def _reduce_all(engine: Any, aggregator: ShardAggregator, named: list[Named], limit: int) -> None:
+    held: list[tuple[Held, list[Named]]] = []
+    for group in _buckets(named, limit):
+        bucket = _bucket(engine, aggregator.transport.size, group)
+        if aggregator.scope != "model":
+            aggregator.reduce(bucket)
+            _write_back(bucket.flat, group)
+        else:
+            held.append((aggregator.collect(bucket, keep=True), group))
+    if held:
+        aggregator.resolve([one for one, _ in held])
+        for one, group in held:
+            _write_back(one.bucket.flat, group)
+
+
+def _buckets(named: Iterable[Named], limit: int) -> Iterator[list[Named]]:
+    """Runs of at most `limit` elements and one dtype; a larger tensor is a bucket of its own."""
+    group: list[Named] = []
+    filled = 0
+    for name, grad in named:
+        if group and (filled + grad.numel() > limit or grad.dtype != group[0][1].dtype):
+            yield group
+            group, filled = [], 0
+        group.append((name, grad))
+        filled += grad.numel()
+    if group:
+        yield group
+
+
+def _bucket(engine: Any, replicas: int, group: list[Named]) -> Bucket:
+    dtype = engine.communication_data_type
+    flat = torch.cat([grad.reshape(-1).to(dtype) for _, grad in group])
+    segments, start = [], 0
+    for name, grad in group:
+        segments.append(Segment(name, start, start + grad.numel()))
+        start += grad.numel()
+    layout = Layout(tuple(segments), even_bounds(start, replicas), Delivery.EVERYONE)
+    mean = getattr(engine, "gradient_average", True)
+    return Bucket(flat, layout, 1.0 if mean else float(replicas))
+
+
+def _write_back(flat: Tensor, group: list[Named]) -> None:
+    start = 0
+    for _, grad in group:
+        grad.copy_(flat[start : start + grad.numel()].view_as(grad))
+        start += grad.numel()
