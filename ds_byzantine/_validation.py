@@ -65,16 +65,23 @@ def validate(model: type[Model], raw: Mapping[str, Any], path: str) -> Model:
     Raises:
         ConfigError: lists every problem.
     """
+    try:
+        return checked(model, raw, path)
+    except Problems as problems:
+        refuse(problems.found, path)
+
+
+def checked(model: type[Model], raw: Mapping[str, Any], path: str) -> Model:
+    """As `validate`, for use inside a validator of a larger model. Raises Problems."""
     pruned, autos = without_auto(dict(raw), path)
     try:
-        checked = model.model_validate(pruned, context={"path": path})
+        valid = model.model_validate(pruned, context={"path": path})
     except ValidationError as error:
         found = [p for e in error.errors() for p in explain(e, model, path)]
-        autos += [p for p in found if not any(_inside(a.path, p.path) for a in autos)]
-        refuse(autos, path)
+        raise Problems(autos + [p for p in found if not any(_inside(a.path, p.path) for a in autos)]) from None
     if autos:
-        refuse(autos, path)
-    return checked
+        raise Problems(autos)
+    return valid
 
 
 def refuse(found: Sequence[Problem], path: str) -> NoReturn:

@@ -140,8 +140,8 @@ class ByzantineConfig(Strict):
     alpha: float = Field(
         default=0.001, gt=0, lt=1, description="Largest acceptable probability of a false accusation in a healthy run."
     )
-    trust: TrustConfig = Field(default=TrustConfig(), description="Who may be believed besides the gradients.")
-    monitor: MonitorConfig = Field(default=MonitorConfig(), description="Where the events of a run go.")
+    trust: TrustConfig = Field(default=TrustConfig(), description="Checks beyond the gradients.")
+    monitor: MonitorConfig = Field(default=MonitorConfig(), description="Where and how often events are written.")
     drill: DrillConfig | None = Field(
         default=None,
         description="An attack on purpose: a name, the path of a .json file, or an object. Left out: none.",
@@ -171,7 +171,7 @@ class ByzantineConfig(Strict):
     @field_validator("drill", mode="before")
     @classmethod
     def _load_drill(cls, value: Any, info: ValidationInfo) -> DrillConfig | None:
-        return None if value is None else DrillConfig.load(value, f"{_path(info)}.drill")
+        return None if value is None else DrillConfig.read(value, f"{_path(info)}.drill")
 
     @field_validator("momentum")
     @classmethod

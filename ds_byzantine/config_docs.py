@@ -44,11 +44,9 @@ with an object, or the object itself: these keys and the attack's own parameters
 
 def markdown() -> str:
     """The whole page."""
-    default = json.dumps(ByzantineConfig().model_dump(mode="json", exclude={"rule", "drill", "f"}))
     parts = [
         _HEAD,
         _table(("key", "type", "default", "meaning"), _keys(ByzantineConfig, "")),
-        f"All defaults but for `rule`, `f` and `drill`:\n\n```json\n{default}\n```\n",
         _RULES,
         _table(("rule", "needs", "what it is", "parameters", "reference"), map(_rule, _sorted(RULES))),
         _PRES,

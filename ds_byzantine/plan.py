@@ -7,14 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from math import ceil, comb
+from typing import NamedTuple
 
+from ds_byzantine._version import VERSION
 from ds_byzantine.config import ByzantineConfig, PreConfig, RuleConfig
 from ds_byzantine.errors import ConfigError, InfeasibleError
 from ds_byzantine.rules.catalog import RULES, Kind, RuleInfo
 
 MOST_SUBSETS = 200_000
+
+
+class Cost(NamedTuple):
+    """The last four fields of a plan."""
+
+    traffic_ratio: float | None
+    bytes_sent_per_rank: int | None = None
+    stock_bytes_per_rank: int | None = None
+    extra_memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -27,18 +37,29 @@ class Plan:
 
     n: int
     f: int
-    rule: RuleConfig
-    pre: tuple[PreConfig, ...]
-    scope: str
-    aggregate_at: str
+    config: ByzantineConfig
     host: str
-    log_dir: str
     warnings: tuple[str, ...]
+    drill: str | None
     traffic_ratio: float | None
     bytes_sent_per_rank: int | None = None
     stock_bytes_per_rank: int | None = None
     extra_memory: int | None = None
-    drill: str | None = None
+
+    @property
+    def rule(self) -> RuleConfig:
+        """The rule of the section."""
+        return self.config.rule
+
+    @property
+    def pre(self) -> tuple[PreConfig, ...]:
+        """The pre-aggregations of the section."""
+        return self.config.pre
+
+    @property
+    def scope(self) -> str:
+        """The scope of the section."""
+        return self.config.scope
 
     def rules_that_fit(self) -> tuple[str, ...]:
         """Names of the rules that hold for this n and f."""
@@ -58,8 +79,8 @@ class Plan:
         drill = f", drill {self.drill}" if self.drill else ""
         count = "1 replica" if self.n == 1 else f"{self.n} replicas"
         return (
-            f"ds_byzantine {version or _version()}: {rule} f={self.f} over {count} ({self.host}, scope {self.scope}), "
-            f"{traffic}, log {self.log_dir}{drill}"
+            f"ds_byzantine {version or VERSION}: {rule} f={self.f} over {count} ({self.host}, scope {self.scope}), "
+            f"{traffic}, log {self.config.monitor.dir}{drill}"
         )
 
 
@@ -109,32 +130,18 @@ def plan(
     if tied and config.scope == "shard" and uses_gram(config):
         raise InfeasibleError(
             f'{path}.scope: "shard" lets each rank decide for its piece, but copies of tied or replicated parameters '
-            f'would get different decisions and drift apart. Use "tensor", or a coordinate-wise rule such as "median".'
+            'would get different decisions and drift apart. Use "tensor", or a coordinate-wise rule such as "median".'
         )
     ours, stock = _shares(n, 0 if stage is None or everyone else stage)
-    sent = plain = memory = None
+    cost = Cost(None if n == 1 else ours / stock)
     if numel is not None:
         plain = round(stock * numel * dtype_bytes)
         sent = round(ours * numel * dtype_bytes) + _statistics_bytes(config, n, tensors)
-        memory = min(numel, bucket_numel or numel) * dtype_bytes * (n > 1)
-        memory += numel * dtype_bytes if _keeps_gradients(config, stage) else 0
-    ratio = None if n == 1 else sent / plain if sent is not None and plain else ours / stock
-    return Plan(
-        n,
-        f,
-        config.rule,
-        config.pre,
-        config.scope,
-        config.aggregate_at,
-        "data parallel" if stage is None else f"ZeRO-{stage}",
-        config.monitor.dir,
-        _warnings(config, n, f, stage, accumulation, path),
-        ratio,
-        sent,
-        plain,
-        memory,
-        _drill(config, n, f, path),
-    )
+        memory = _extra_elements(config, n, stage, numel, bucket_numel or numel) * dtype_bytes
+        cost = Cost(sent / plain if plain else None, sent, plain, memory)
+    host = "data parallel" if stage is None else f"ZeRO-{stage}"
+    warnings = _warnings(config, n, f, stage, accumulation, path)
+    return Plan(n, f, config, host, warnings, _drill(config, n, f, path), *cost)
 
 
 def default_f(n: int) -> int:
@@ -269,10 +276,13 @@ def _statistics_bytes(config: ByzantineConfig, n: int, tensors: int | None) -> i
     return (n - 1) * pieces * width * 8
 
 
-def _keeps_gradients(config: ByzantineConfig, stage: int | None) -> bool:
-    """Whether a gradient-sized buffer is held until the end of the step."""
+def _extra_elements(config: ByzantineConfig, n: int, stage: int | None, numel: int, bucket_numel: int) -> int:
+    """Elements held besides stock: the rows of one bucket, and maybe a gradient-sized buffer until the step ends."""
+    if n == 1:
+        return 0
     at_boundary = config.aggregate_at == "boundary" and stage in (2, 3)
-    return at_boundary or (config.scope == "model" and uses_gram(config))
+    keeps = at_boundary or (config.scope == "model" and uses_gram(config))
+    return min(numel, bucket_numel) + (numel if keeps else 0)
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -295,6 +305,10 @@ def _warnings(
             f'{path}.rule: krum alone has 7-15 times the variance of the mean; "multi_krum" or "centered_clip" have '
             "about that of the mean."
         )
+    if int(config.rule.params.get("m", 0)) > n - f:
+        found.append(
+            f"{path}.rule.m: {config.rule.name} averages at most n-f = {n - f} rows, not {config.rule.params['m']}."
+        )
     if config.scope != "tensor" and not uses_gram(config):
         found.append(f"{path}.scope: {config.rule.name} decides per coordinate: scope {config.scope} changes nothing.")
     elif config.scope == "model":
@@ -315,10 +329,3 @@ def _drill(config: ByzantineConfig, n: int, f: int, path: str) -> str | None:
     bad = config.drill.bad_replicas(n, f, f"{path}.drill")
     until = "" if config.drill.stop is None else f" to {config.drill.stop - 1}"
     return f"{config.drill.name} on replica {', '.join(map(str, bad))} from step {config.drill.start}{until}"
-
-
-def _version() -> str:
-    try:
-        return metadata.version("ds_byzantine")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"

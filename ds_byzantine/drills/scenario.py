@@ -12,7 +12,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from ds_byzantine._schema import name_or_object
-from ds_byzantine._validation import Problem, Problems, Strict, refuse, shown, unknown, validate, without_auto
+from ds_byzantine._validation import Problem, Problems, Strict, checked, refuse, shown, unknown, without_auto
 from ds_byzantine.attacks.catalog import ATTACKS, AttackSpec, z_max
 from ds_byzantine.errors import ConfigError
 
@@ -96,19 +96,27 @@ class DrillConfig(Strict):
             >>> DrillConfig.load({"name": "alie", "z": 1.5, "replicas": [4]}).params
             {'z': 1.5}
         """
+        try:
+            return cls.read(value, path)
+        except Problems as problems:
+            refuse(problems.found, path)
+
+    @classmethod
+    def read(cls, value: Any, path: str) -> DrillConfig:
+        """As `load`, for use inside a validator of the section. Raises Problems or ConfigError."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str) and value.endswith(".json"):
-            return cls.load(_read(value, path), f"{path}({value})")
+            return cls.read(_load_json(value, path), f"{path}({value})")
         raw: Any = {"name": value} if isinstance(value, str) else value
         if not isinstance(raw, Mapping):
             raise ConfigError(f"{path}: got {shown(raw)}, but a drill is a name, a .json file or an object {{...}}.")
         raw, autos = without_auto(raw, path)
         if autos:
-            refuse(autos, path)
+            raise Problems(autos)
         own = {k: v for k, v in raw.items() if k in cls.model_fields and k != "params"}
         rest = {k: v for k, v in raw.items() if k not in own}
-        return validate(cls, {**own, "params": rest}, path)
+        return checked(cls, {**own, "params": rest}, path)
 
     @property
     def spec(self) -> AttackSpec:
@@ -147,7 +155,7 @@ class DrillConfig(Strict):
         return step >= self.start and (self.stop is None or step < self.stop) and (step - self.start) % self.every == 0
 
 
-def _read(name: str, path: str) -> Any:
+def _load_json(name: str, path: str) -> Any:
     file = Path(name)
     if not file.is_file():
         near = f' Did you mean the attack "{file.stem}"?' if file.stem in ATTACKS else ""

@@ -1,0 +1,226 @@
+"""Drills: who, when and what, read from a section; and the tap, with replicas that gather in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_byzantine.attacks.base import AttackInfo, find
+from ds_byzantine.config import parse_section
+from ds_byzantine.drills import injector as injector_module
+from ds_byzantine.drills.injector import Injector
+from ds_byzantine.drills.scenario import DrillConfig
+from ds_byzantine.errors import ConfigError
+
+DRILLS = Path(__file__).parents[1] / "configs/drills"
+Gather = Callable[[torch.Tensor], torch.Tensor]
+
+
+# -- scenario ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_an_object_and_a_file_give_the_same_drill(tmp_path: Path) -> None:
+    file = tmp_path / "my drill.json"
+    file.write_text('{"name": "sign_flip"}', encoding="utf-8")
+    expected = DrillConfig(name="sign_flip", params={"factor": 1.0})
+    for value in ("sign_flip", {"name": "sign_flip"}, str(file), expected):
+        assert DrillConfig.load(value) == expected
+        assert parse_section({"drill": value}).drill == expected
+
+
+@pytest.mark.parametrize("file", sorted(DRILLS.glob("*.json")), ids=lambda p: p.stem)
+def test_the_ready_files_are_drills_of_their_name(file: Path) -> None:
+    assert DrillConfig.load(str(file)).name == file.stem
+    assert DrillConfig.load(str(file)).warnings(5, 1) == ()
+
+
+def test_there_are_ready_files_for_the_usual_attacks() -> None:
+    assert {p.stem for p in DRILLS.glob("*.json")} == {"sign_flip", "scale", "nan", "gaussian", "alie", "ipm"}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("sign_flp", r'd\.name: no such attack "sign_flp"\. Did you mean "sign_flip"\?'),
+        ("none.json", r"d: no such file: none\.json"),
+        ("alie.json", r'd: no such file: alie\.json .* Did you mean the attack "alie"\?'),
+        (["nan"], r"d: got \[\"nan\"\], but a drill is a name"),
+        ({"factor": 2.0}, r"d\.name: this key is missing"),
+        (
+            {"name": "scale", "facter": 2.0},
+            r'd\.facter: no such key of a scale drill "facter"\. Did you mean "factor"\?',
+        ),
+        ({"name": "scale", "strat": 2}, r'd\.strat: .* Did you mean "start"\?'),
+        ({"name": "scale", "params": {}}, r"d\.params: no such key of a scale drill"),
+        ({"name": "scale", "factor": "2"}, r"d\.factor: got '2', but this is a float"),
+        ({"name": "scale", "replicas": []}, r"d\.replicas: got \[\]"),
+        ({"name": "scale", "replicas": [-1]}, r"d\.replicas: got \[-1\]"),
+        ({"name": "scale", "replicas": [True]}, r"d\.replicas: got \[true\]"),
+        ({"name": "scale", "replicas": [1, 1]}, r"d\.replicas: got \[1, 1\]"),
+        ({"name": "scale", "replicas": 1}, r"d\.replicas: got 1"),
+        ({"name": "scale", "start": -1}, r"d\.start: got -1, but this has to be >= 0"),
+        ({"name": "scale", "every": 0}, r"d\.every: got 0, but this has to be >= 1"),
+        ({"name": "scale", "seed": 0.5}, r"d\.seed: got 0\.5, but this has to be a whole number"),
+        ({"name": "scale", "start": 5, "stop": 5}, r"d: stop=5 is not after start=5"),
+        ({"name": "scale", "factor": "auto"}, r'd\.factor: got "auto"'),
+    ],
+)
+def test_a_wrong_drill_is_refused_with_its_path(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DrillConfig.load(value, "d")
+
+
+@pytest.mark.parametrize(("content", "message"), [("{", "cannot be read as JSON"), ("[1]", "holds \\[1\\]")])
+def test_a_broken_file(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "x.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        DrillConfig.load(str(tmp_path / "x.json"))
+
+
+def test_a_wrong_key_in_a_file_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps({"name": "scale", "facter": 1}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"byzantine\.drill\(.*x\.json\)\.facter"):
+        parse_section({"drill": str(tmp_path / "x.json")})
+
+
+def test_the_last_replicas_are_bad_unless_named() -> None:
+    drill = DrillConfig.load("nan")
+    assert drill.bad_replicas(8, 2) == (6, 7)
+    assert drill.bad_replicas(4, 0) == (3,)
+    assert drill.bad_replicas(1, 0) == (0,)
+    assert DrillConfig.load({"name": "nan", "replicas": [2, 0]}).bad_replicas(4, 1) == (2, 0)
+
+
+def test_replicas_are_checked_against_the_job() -> None:
+    with pytest.raises(ConfigError, match=r"replicas: got \[4, 9\], but this job has replicas 0 to 3"):
+        DrillConfig.load({"name": "nan", "replicas": [0, 4, 9]}).bad_replicas(4, 1)
+    with pytest.raises(ConfigError, match="all 2 replicas are bad"):
+        DrillConfig.load({"name": "ipm", "replicas": [0, 1]}).bad_replicas(2, 0)
+
+
+def test_warnings() -> None:
+    assert DrillConfig.load("nan").warnings(5, 1) == ()
+    assert "more than f=1" in DrillConfig.load({"name": "nan", "replicas": [0, 1]}).warnings(5, 1)[0]
+    assert "sends the honest mean" in DrillConfig.load("alie").warnings(5, 1)[0]
+    assert DrillConfig.load("alie").warnings(50, 20) == ()
+
+
+def test_active_steps() -> None:
+    drill = DrillConfig.load({"name": "nan", "start": 3, "stop": 10, "every": 3})
+    assert [step for step in range(20) if drill.active(step)] == [3, 6, 9]
+    assert all(DrillConfig.load("nan").active(step) for step in (0, 1, 1000))
+
+
+# -- the tap -----------------------------------------------------------------------------------------------------------
+
+
+class Replicas:
+    """n replicas in one process whose taps run one after the other; the gather gives everybody's untouched rows."""
+
+    def __init__(self, drill: object, n: int, f: int, numel: int, dtype: torch.dtype = torch.float32) -> None:
+        scenario = DrillConfig.load(drill)
+        self.sent = torch.randn(n, numel, generator=torch.Generator().manual_seed(1)).to(dtype)
+        self.flats = [row.clone() for row in self.sent]
+        self.gathered = [0] * n
+        self.taps = [Injector(scenario, n, f, i, self._gather(i)) for i in range(n)]
+
+    def _gather(self, replica: int) -> Gather:
+        offset = 0
+
+        def gather(block_D: torch.Tensor) -> torch.Tensor:
+            nonlocal offset
+            start, offset = offset, (offset + block_D.numel()) % max(self.sent.shape[1], 1)
+            self.gathered[replica] += 1
+            assert torch.equal(block_D, self.sent[replica, start : start + block_D.numel()])
+            return self.sent[:, start : start + block_D.numel()].clone()
+
+        return gather
+
+    def tap(self, step: int) -> list[bool]:
+        return [tap.tap(flat, step) for tap, flat in zip(self.taps, self.flats, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["sign_flip", "scale", "zero", "nan", "gaussian"])
+def test_only_the_bad_replica_changes_and_nobody_gathers(name: str) -> None:
+    job = Replicas(name, n=5, f=1, numel=100)
+    assert job.tap(0) == [False, False, False, False, True]
+    assert job.gathered == [0] * 5
+    for i in range(4):
+        assert torch.equal(job.flats[i], job.sent[i])
+    assert not torch.equal(job.flats[4], job.sent[4])
+
+
+def test_good_steps_change_nothing() -> None:
+    job = Replicas({"name": "ipm", "start": 2, "stop": 3}, n=4, f=1, numel=10)
+    assert job.tap(0) == job.tap(1) == job.tap(3) == [False] * 4
+    assert job.gathered == [0] * 4
+    assert all(torch.equal(flat, row) for flat, row in zip(job.flats, job.sent, strict=True))
+    assert job.tap(2) == [False, False, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "params"), [("alie", {"z": 1.5}), ("ipm", {"epsilon": 0.5})])
+def test_colluders_see_the_honest_rows_block_by_block(
+    name: str, params: dict[str, float], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(injector_module, "BLOCK", 16)
+    job = Replicas({"name": name, "replicas": [1, 4], **params}, n=6, f=2, numel=50, dtype=dtype)
+    assert job.tap(0) == [False, True, False, False, True, False]
+    assert job.gathered == [4] * 6  # ceil(50 / 16), by every replica alike
+    info = AttackInfo(n=6, f=2, step=0, generator=torch.Generator())
+    expected = find(name).function(job.sent[1], job.sent[[0, 2, 3, 5]], info, **params)
+    for i in range(6):
+        assert torch.equal(job.flats[i], expected if i in (1, 4) else job.sent[i])
+
+
+def test_empty_buckets_pass() -> None:
+    for name in ("gaussian", "ipm"):
+        assert Replicas(name, n=3, f=1, numel=0).tap(0) == [False, False, True]
+
+
+def noise(seed: int, step: int, replica: int, call: int) -> torch.Tensor:
+    drill = DrillConfig.load({"name": "gaussian", "seed": seed, "replicas": [0, 1]})
+    injector = Injector(drill, 4, 1, replica, lambda block_D: block_D)
+    for _ in range(call + 1):
+        flat = torch.ones(8)
+        injector.tap(flat, step)
+    return flat
+
+
+def test_noise_depends_on_seed_step_replica_and_call_and_on_nothing_else() -> None:
+    base = (0, 5, 1, 0)
+    assert torch.equal(noise(*base), noise(*base))
+    for other in ((1, 5, 1, 0), (0, 6, 1, 0), (0, 5, 0, 0), (0, 5, 1, 1)):
+        assert not torch.equal(noise(*base), noise(*other))
+
+
+def test_calls_are_counted_per_step() -> None:
+    drill = DrillConfig.load({"name": "gaussian", "replicas": [0]})
+    injector = Injector(drill, 2, 0, 0, lambda block_D: block_D)
+    flats = [torch.ones(8) for _ in range(3)]
+    for flat, step in zip(flats, (4, 5, 5), strict=True):
+        injector.tap(flat, step)
+    assert torch.equal(flats[1], first_tap(drill, 5))
+    assert not torch.equal(flats[1], flats[2])
+
+
+def first_tap(drill: DrillConfig, step: int) -> torch.Tensor:
+    flat = torch.ones(8)
+    Injector(drill, 2, 0, 0, lambda block_D: block_D).tap(flat, step)
+    return flat
+
+
+def test_a_tap_on_gradients_that_require_grad_leaves_no_graph() -> None:
+    flat = torch.ones(4, requires_grad=True)
+    Injector(DrillConfig.load("zero"), 2, 0, 1, lambda block_D: block_D).tap(flat.data, 0)
+    assert flat.grad_fn is None
+    assert torch.equal(flat.detach(), torch.zeros(4))
+
+
+def test_an_unknown_replica_is_refused_before_the_first_step() -> None:
+    with pytest.raises(ConfigError, match="this job has replicas 0 to 1"):
+        Injector(DrillConfig.load({"name": "nan", "replicas": [2]}), 2, 0, 0, lambda block_D: block_D)
