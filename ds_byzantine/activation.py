@@ -106,8 +106,7 @@ def _wrap(module: ModuleType) -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        config = getattr(self, "config", None)
-        if isinstance(config, dict) and config.get("byzantine") is not None:
+        if self._config._param_dict.get("byzantine") is not None:
             from ds_byzantine.adapters.deepspeed.attach import attach
 
             attachment = attach(self)

@@ -154,7 +154,7 @@ class ShardAggregator:
             partials, tensors_of = self._gathered(mine_PW, one.routes)
             finite_TN, basis_TEE = add_up(partials, tensors_of, len(one.routes.tensors), self.transport.size)
             agreed = basis_TEE is None or all(
-                torch.equal(row[: self.transport.size] > 0.5, finite_TN[t])
+                torch.equal(row[: self.transport.size] > 0, finite_TN[t])
                 for partial, numbers in zip(partials, tensors_of, strict=True)
                 for row, t in zip(partial, numbers, strict=True)
             )
@@ -173,7 +173,7 @@ class ShardAggregator:
             return torch.stack(rows)
         n = self.transport.size
         width = n + (n + 1) * (n + 2) // 2 if with_gram else n
-        return torch.zeros(0, width, dtype=torch.float64, device=rows_ND.device)
+        return torch.zeros(0, width, dtype=torch.float64 if with_gram else torch.uint8, device=rows_ND.device)
 
     def _gathered(self, mine_PW: Tensor, route: Routes) -> tuple[list[Tensor], list[list[int]]]:
         if self.scope == "shard":

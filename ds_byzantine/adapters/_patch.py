@@ -33,7 +33,7 @@ class PatchPoint:
         owner: the class.
         name: the attribute, mangled if it starts with two underscores.
         parameters: accepted parameter lists, one per signature seen; without `self`.
-        digests: digests of the bodies that were read and tested; see `digest_of`.
+        digests: of the bodies in the releases that were examined; see `digest_of`.
         versions: host versions in which it exists.
         why: what it does, for messages.
     """
@@ -64,7 +64,7 @@ class PatchPoint:
         if names not in self.parameters:
             return f"{where} takes ({', '.join(names)}); known: {' or '.join(map(str, self.parameters))}"
         if digest_of(function) not in self.digests:
-            return f"{where} has a body that was never tested (digest {digest_of(function)})"
+            return f"{where} has a body that was never examined (digest {digest_of(function)})"
         return None
 
 
@@ -93,7 +93,7 @@ def verify(points: Iterable[PatchPoint], version: str, supported: str) -> None:
     """Check the host's version and every patch point.
 
     Raises:
-        UnsupportedHostError: lists all that differs. With DS_BYZANTINE_TRUST_HOST=1 untested bodies are let through;
+        UnsupportedHostError: lists all that differs. With DS_BYZANTINE_TRUST_HOST=1 unknown bodies are let through;
             a missing function or a changed signature never is.
     """
     if not SpecifierSet(supported).contains(Version(version).base_version):
@@ -103,11 +103,11 @@ def verify(points: Iterable[PatchPoint], version: str, supported: str) -> None:
         )
     problems = [p for p in (point.problem(version) for point in points) if p]
     if os.environ.get(TRUST_ENVIRONMENT) == "1":
-        problems = [p for p in problems if "never tested" not in p]
+        problems = [p for p in problems if "never examined" not in p]
     if problems:
         listed = "\n  - ".join(problems)
         raise UnsupportedHostError(
-            f"DeepSpeed {version} differs from what was tested, so a gradient could bypass the rule:\n  - {listed}\n"
+            f"DeepSpeed {version} differs from what was examined, so a gradient could bypass the rule:\n  - {listed}\n"
             f"Reinstall an unmodified DeepSpeed {supported}. If you have read the changed code and it still reduces "
             f"gradients at these places only, set {TRUST_ENVIRONMENT}=1."
         )

@@ -43,13 +43,13 @@ def piece_statistics(rows_ND: Tensor, kept_N: Tensor | None, with_gram: bool) ->
         with_gram: whether the rule needs inner products.
 
     Returns:
-        [n] flags, followed by the upper triangle of the (n+1) x (n+1) basis matrix if `with_gram`; float64 on the rows'
-        device. Rows that are not used have zeros in the matrix.
+        Without Gram [n] uint8 flags; with it float64 flags, followed by the upper triangle of the (n+1) x (n+1) basis
+        matrix, in which rows that are not used have zeros. On the rows' device.
     """
     n = rows_ND.shape[0]
     kept = finite_rows(rows_ND) if kept_N is None else kept_N.to(rows_ND.device)
     if not with_gram:
-        return kept.double()
+        return kept.to(torch.uint8)
     whole = bool(kept.all())
     basis_EE = partial_basis(rows_ND if whole else rows_ND[kept])
     if not whole:
@@ -78,8 +78,8 @@ def add_up(partials: list[Tensor], tensors_of: list[list[int]], tensors: int, n:
     total = torch.zeros(tensors, width - n, dtype=torch.float64)
     for partial, numbers in zip(partials, tensors_of, strict=True):
         index = torch.tensor(numbers, dtype=torch.long)
-        bad_TN.index_add_(0, index, (partial[:, :n] < 0.5).double())
-        total.index_add_(0, index, partial[:, n:])
+        bad_TN.index_add_(0, index, (partial[:, :n] == 0).double())
+        total.index_add_(0, index, partial[:, n:].double())
     finite_TN = bad_TN == 0
     if width == n:
         return finite_TN, None

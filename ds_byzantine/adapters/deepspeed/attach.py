@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -61,8 +60,7 @@ class Attachment:
 
 def section_of(engine: Any) -> Any:
     """The raw "byzantine" section of an engine's config, or None."""
-    config = getattr(engine, "config", None)
-    return config.get(SECTION) if isinstance(config, Mapping) else None
+    return engine._config._param_dict.get(SECTION)
 
 
 def attach(engine: Any) -> Attachment | None:

@@ -1,0 +1,104 @@
+"""Start a world of real processes that runs a table of jobs, and collect the results."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of a rank: one thread, CPU, the package importable, no warnings of other libraries."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONWARNINGS": "ignore",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        **extra,
+    }
+
+
+def run_world(jobs: list[dict], ranks: int, timeout: float = 600, env: dict[str, str] | None = None) -> dict[str, list]:
+    """Run the jobs one after the other in one world of `ranks` processes.
+
+    Returns:
+        job name -> the results of all ranks.
+
+    Raises:
+        TimeoutError: the world was killed; the message names the first job without a result.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder) / "jobs.json"
+        table.write_text(json.dumps(jobs))
+        port = str(free_port())
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(HERE / "worker.py"), str(table), folder],
+                env=environment(
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank),
+                    WORLD_SIZE=str(ranks),
+                    LOCAL_SIZE=str(ranks),
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=port,
+                    **(env or {}),
+                ),
+                start_new_session=True,
+                stdout=None if rank == 0 else subprocess.DEVNULL,
+                stderr=(Path(folder) / f"stderr{rank}").open("w"),
+            )
+            for rank in range(ranks)
+        ]
+        late = _wait(processes, timeout)
+        found: dict[str, list] = {}
+        for job in jobs:
+            files = [Path(folder) / f"{job['name']}.rank{rank}.pt" for rank in range(ranks)]
+            missing = [file.name for file in files if not file.exists()]
+            if missing:
+                tails = "\n".join(f"rank {r}: {(Path(folder) / f'stderr{r}').read_text()[-1500:]}" for r in range(ranks))
+                what = f"was killed after {timeout:.0f} s" if late else "ended"
+                raise TimeoutError(f"the world {what} without {missing}\n{tails}")
+            found[job["name"]] = [torch.load(file, weights_only=False) for file in files]
+        return found
+
+
+def _wait(processes: list[subprocess.Popen], timeout: float) -> bool:
+    """Wait for all; kill all when one fails or the time is over. Whether the time was over."""
+    import time
+
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        codes = [p.poll() for p in processes]
+        if all(code is not None for code in codes):
+            return False
+        if any(code not in (None, 0) for code in codes):
+            time.sleep(5)  # let the others write what they have
+            break
+        time.sleep(0.2)
+    late = time.monotonic() >= end
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return late
