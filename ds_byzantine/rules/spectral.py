@@ -83,6 +83,7 @@ def dnc(geometry: Geometry, f: int, *, iterations: int = 3, factor: float = 1.0)
 
 
 def _filter(geometry: Geometry, f: int, psi: float) -> Tensor:
+    """The loop of both. Centring zeroes one of the n eigenvalues; the gate looks at the lower median of the rest."""
     n, gram_TKK = geometry.count, geometry.gram_TKK
     c_TK = torch.ones(geometry.blocks, n, dtype=torch.float64)
     best_TK, least_T = c_TK, torch.full((geometry.blocks,), torch.inf, dtype=torch.float64)
@@ -96,7 +97,7 @@ def _filter(geometry: Geometry, f: int, psi: float) -> Tensor:
         better_T = running_T & (variance_T < least_T)
         best_TK = torch.where(better_T[:, None], c_TK, best_TK)
         least_T = torch.where(better_T, variance_T, least_T)
-        running_T = running_T & ~(scatter_TK[:, -1] <= psi * _middle(scatter_TK[:, 1:]))
+        running_T = running_T & ~(scatter_TK[:, -1] <= psi * scatter_TK[:, n // 2])
         farthest_T1 = tau_TK.masked_fill(c_TK == 0, 0.0).amax(-1, keepdim=True)
         c_TK = c_TK * (1.0 - tau_TK / farthest_T1.clamp_min(_TINY)).clamp_min(0.0)
     return geometry.average(best_TK)
@@ -110,9 +111,3 @@ def _spectrum(gram_TKK: Tensor, c_TK: Tensor) -> tuple[Tensor, Tensor]:
     root_TK = c_TK.sqrt()
     values_TK, vectors_TKK = torch.linalg.eigh(root_TK[:, :, None] * centred * root_TK[:, None, :])
     return values_TK, (centred @ (root_TK * vectors_TKK[..., -1])[:, :, None])[..., 0].square()
-
-
-def _middle(ascending_TK: Tensor) -> Tensor:
-    """Median of values in ascending order, [T, K] -> [T]; the mean of the two middle ones for even K."""
-    k = ascending_TK.shape[-1]
-    return (ascending_TK[:, (k - 1) // 2] + ascending_TK[:, k // 2]) / 2

@@ -16,8 +16,8 @@ from torch import Tensor
 from ds_byzantine.rules.base import implements
 from ds_byzantine.rules.geometry import Geometry
 
-# Float64 numbers that one chunk of subsets may hold at a time (32 MiB).
-_CHUNK = 4 * 1024 * 1024
+# Float64 numbers that one chunk of subsets may hold at a time (8 MiB).
+_CHUNK = 1024 * 1024
 
 
 @implements("mda")
@@ -34,7 +34,7 @@ def mda(geometry: Geometry, f: int) -> Tensor:
     Reference:
         Rousseeuw 1985; El Mhamdi, Farhadkhani, Guerraoui, Guirguis, Hoang, Rouault 2021.
     """
-    return _tightest(geometry, f, geometry.distances_TKK, lambda distances_TCMM: distances_TCMM.amax((-2, -1)))
+    return _tightest(geometry, f, geometry.distances_TKK, _diameter)
 
 
 @implements("min_variance")
@@ -51,7 +51,7 @@ def min_variance(geometry: Geometry, f: int) -> Tensor:
     Reference:
         El Mhamdi et al. 2021; kappa <= 4f/(n-2f), docs/caf_gated.md.
     """
-    return _tightest(geometry, f, geometry.distances_TKK, lambda distances_TCMM: distances_TCMM.sum((-2, -1)))
+    return _tightest(geometry, f, geometry.distances_TKK, _total)
 
 
 @implements("smea")
@@ -71,19 +71,33 @@ def smea(geometry: Geometry, f: int) -> Tensor:
     return _tightest(geometry, f, geometry.gram_TKK, _top_eigenvalue)
 
 
-def _top_eigenvalue(gram_TCMM: Tensor) -> Tensor:
-    """Largest eigenvalue of each subset's scatter matrix; the Gram matrix about the subset's mean shares it."""
+def _diameter(distances_TKK: Tensor, subsets_CM: Tensor) -> Tensor:
+    """Largest distance within each subset, [T, C]."""
+    i, j = torch.triu_indices(subsets_CM.shape[1], subsets_CM.shape[1])
+    return distances_TKK[:, subsets_CM[:, i], subsets_CM[:, j]].amax(-1)
+
+
+def _total(distances_TKK: Tensor, subsets_CM: Tensor) -> Tensor:
+    """Sum of the distances within each subset, [T, C]."""
+    members_CK = torch.zeros(len(subsets_CM), distances_TKK.shape[-1], dtype=torch.float64)
+    members_CK.scatter_(-1, subsets_CM, 1.0)
+    return ((members_CK @ distances_TKK) * members_CK).sum(-1)
+
+
+def _top_eigenvalue(gram_TKK: Tensor, subsets_CM: Tensor) -> Tensor:
+    """Largest eigenvalue of each subset's scatter matrix, [T, C]; the Gram matrix about the subset's mean shares it."""
+    gram_TCMM = gram_TKK[:, subsets_CM[:, :, None], subsets_CM[:, None, :]]
     centred = gram_TCMM - gram_TCMM.mean(-1, keepdim=True)
     values_TCM: Tensor = torch.linalg.eigvalsh(centred - centred.mean(-2, keepdim=True))
     return values_TCM[..., -1]
 
 
-def _tightest(geometry: Geometry, f: int, pairs_TKK: Tensor, width: Callable[[Tensor], Tensor]) -> Tensor:
+def _tightest(geometry: Geometry, f: int, pairs_TKK: Tensor, width: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Mean of the subset whose sub-matrix of `pairs` has the least `width`."""
     subsets_CM = _subsets(geometry.count, geometry.count - f)
     chunk = max(1, _CHUNK // (geometry.blocks * subsets_CM.shape[1] ** 2))
-    widths_TC = [width(pairs_TKK[:, s[:, :, None], s[:, None, :]]) for s in torch.split(subsets_CM, chunk)]
-    return geometry.average_of(subsets_CM[torch.cat(widths_TC, -1).argmin(-1)])
+    widths_TC = torch.cat([width(pairs_TKK, part_CM) for part_CM in torch.split(subsets_CM, chunk)], -1)
+    return geometry.average_of(subsets_CM[widths_TC.argmin(-1)])
 
 
 @lru_cache(maxsize=16)
