@@ -102,7 +102,7 @@ def _type_text(schema: dict[str, Any]) -> str:
         return " or ".join(_type_text(s) for s in schema["anyOf"] if s.get("type") != "null")
     if schema.get("type") == "array":
         return "list of " + _type_text(schema["items"])
-    limits = " and ".join(f"{sign} {schema[key]}" for key, sign in _LIMITS.items() if key in schema)
+    limits = " and ".join(f"{sign} {schema[key]:g}" for key, sign in _LIMITS.items() if key in schema)
     return f"{schema['type']} {limits}".strip()
 
 

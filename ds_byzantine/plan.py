@@ -268,12 +268,12 @@ def _shares(n: int, stage: int) -> tuple[float, float]:
 
 
 def _statistics_bytes(config: ByzantineConfig, n: int, tensors: int | None) -> int:
-    """All-gather of one float64 record per tensor piece: n finite flags, and the Gram of n rows and their median."""
+    """All-gather of one record per tensor piece: n flags of a byte each, or in float64 with the Gram of n + 1 rows."""
     if tensors is None or config.scope == "shard" or n == 1:
         return 0
     pieces = ceil(tensors / n) + 1  # of one rank's chunk, tensors spread evenly
-    width = n + ((n + 1) * (n + 2) // 2 if uses_gram(config) else 0)
-    return (n - 1) * pieces * width * 8
+    record = 8 * (n + (n + 1) * (n + 2) // 2) if uses_gram(config) else n
+    return (n - 1) * pieces * record
 
 
 def _extra_elements(config: ByzantineConfig, n: int, stage: int | None, numel: int, bucket_numel: int) -> int:

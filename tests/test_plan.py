@@ -242,10 +242,39 @@ def test_partial_statistics_are_counted_when_the_tensors_are_known() -> None:
     job = {"numel": 1_000_000, "stage": 3}
     without = made({}, 4, **job).bytes_sent_per_rank
     records = 7  # ceil(22 / 4) tensors of a chunk and one that is cut
-    for section, width in (({}, 4 + 5 * 6 // 2), ({"rule": "median"}, 4), ({"scope": "shard"}, 0)):
+    for section, record in (({}, 8 * (4 + 5 * 6 // 2)), ({"rule": "median"}, 4), ({"scope": "shard"}, 0)):
         sent = made(section, 4, tensors=22, **job).bytes_sent_per_rank
         assert sent is not None
-        assert sent - (without or 0) == 3 * records * width * 8
+        assert sent - (without or 0) == 3 * records * record
+
+
+@pytest.mark.parametrize("rule", ["median", "krum"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_exchange_sends_as_many_bytes_as_planned(stage: int, rule: str) -> None:
+    import torch
+
+    from ds_byzantine.exchange.local import LocalTransport, LocalWorld
+    from ds_byzantine.pipeline import ShardAggregator
+    from ds_byzantine.rules.apply import Aggregator
+    from ds_byzantine.types import Bucket, Delivery, Layout, Segment, Slice, even_bounds
+
+    n, width, tensors = 5, 200, 20
+    numel = width * tensors
+    segments = tuple(Segment(f"w{t}", t * width, (t + 1) * width) for t in range(tensors))
+    delivery = (Delivery.EVERYONE, Delivery.OWNERS, Delivery.OWNERS, Delivery.AGGREGATOR)[stage]
+    owners = (Slice(1, 0, numel),) if delivery is Delivery.OWNERS else ()
+    layout = Layout(segments, even_bounds(numel, n), delivery, owners)
+
+    def counted(transport: LocalTransport) -> int:
+        aggregator = ShardAggregator(transport, Aggregator.create(rule, 1))
+        flat = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
+        aggregator.reduce(Bucket(flat, layout))
+        return transport.bytes_sent
+
+    done = made({"rule": rule, "f": 1}, n, stage=stage, numel=numel, tensors=tensors)
+    # Here no chunk cuts a tensor: the plan allows for one record more.
+    statistics = (n - 1) * (8 * (n + 21) if rule == "krum" else n)
+    assert sum(LocalWorld(n).run(counted)) / n == (done.bytes_sent_per_rank or 0) - statistics
 
 
 def test_memory() -> None:
