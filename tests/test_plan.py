@@ -9,7 +9,7 @@ import pytest
 from ds_byzantine.config import parse_section
 from ds_byzantine.errors import ConfigError, InfeasibleError
 from ds_byzantine.plan import MOST_SUBSETS, Plan, default_f, plan, rules_that_fit
-from ds_byzantine.rules.catalog import RULES
+from ds_byzantine.rules.catalog import RULES, Kind, RuleInfo
 
 
 def made(section: dict[str, object], n: int, **job: object) -> Plan:
@@ -163,6 +163,16 @@ def test_subset_searches_are_bounded(name: str) -> None:
     assert '"caf_gated"' in message
     # Bucketing leaves 32 rows of 64, which is still too many for f=8, but 16 rows of 64 are not.
     assert made({"rule": name, "f": 4, "pre": [{"name": "bucketing", "size": 4}]}, 64).f == 4
+
+
+def test_no_rule_holds_against_half_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    boast = RuleInfo("boast", Kind.COORDINATE, (0, 1), "Claims to hold for any f.", "-")
+    monkeypatch.setitem(RULES, "boast", boast)
+    assert made({"rule": "boast", "f": 2}, 5).f == 2
+    assert refusal({"rule": "boast", "f": 2}, 4) == (
+        "byzantine.f: f=2 needs at least 5 replicas (2f+1) whatever the rule; this job has 4. Use f=1 or more ranks."
+    )
+    assert "boast" not in rules_that_fit(4, 2)
 
 
 def test_the_path_is_that_of_the_caller() -> None:
