@@ -52,10 +52,10 @@ def test_there_are_ready_files_for_the_usual_attacks() -> None:
         ({"factor": 2.0}, r"d\.name: this key is missing"),
         (
             {"name": "scale", "facter": 2.0},
-            r'd\.facter: no such key of a scale drill "facter"\. Did you mean "factor"\?',
+            r'd\.facter: no such key of the scale drill "facter"\. Did you mean "factor"\?',
         ),
         ({"name": "scale", "strat": 2}, r'd\.strat: .* Did you mean "start"\?'),
-        ({"name": "scale", "params": {}}, r"d\.params: no such key of a scale drill"),
+        ({"name": "scale", "params": {}}, r"d\.params: no such key of the scale drill"),
         ({"name": "scale", "factor": "2"}, r"d\.factor: got '2', but this is a float"),
         ({"name": "scale", "replicas": []}, r"d\.replicas: got \[\]"),
         ({"name": "scale", "replicas": [-1]}, r"d\.replicas: got \[-1\]"),

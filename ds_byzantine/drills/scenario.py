@@ -58,7 +58,9 @@ class DrillConfig(Strict):
         path = (info.context or {}).get("path", "byzantine.drill")
         spec = ATTACKS[name]
         known = [p.name for p in spec.params] + [k for k in cls.model_fields if k != "params"]
-        strange = [Problem(f"{path}.{k}", unknown(f"key of a {name} drill", k, known)) for k in given if k not in known]
+        strange = [
+            Problem(f"{path}.{k}", unknown(f"key of the {name} drill", k, known)) for k in given if k not in known
+        ]
         if strange:
             raise Problems(strange)
         return spec.check_params(given, path)
