@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import inspect
 import math
+import pkgutil
 
 import naive
 import numpy as np
@@ -11,6 +15,7 @@ import torch
 from rule_cases import CASES, ROBUST, Case, deciding_cases, every_case, relative, robust_cases, sample
 from torch import Tensor
 
+from ds_byzantine import rules
 from ds_byzantine.errors import InfeasibleError
 from ds_byzantine.rules import base, catalog
 from ds_byzantine.rules.apply import Aggregator
@@ -30,6 +35,24 @@ def reference(case: Case, rows: Tensor) -> Tensor:
         {"origin": np.median(rows.double().numpy(), axis=0)} if case.pre and case.rule == "geometric_median" else {}
     )
     return torch.from_numpy(np.asarray(naive.rule(case.rule)(x, case.f, **case.params, **origin)))
+
+
+@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(rules.__path__)])
+def test_examples_in_docstrings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "RULES", dict(catalog.RULES))  # an example registers a rule
+    assert doctest.testmod(importlib.import_module(f"ds_byzantine.rules.{name}")).failed == 0
+
+
+@pytest.mark.parametrize(("name", "pre"), [(n, False) for n in catalog.RULES] + [(n, True) for n in catalog.PRES])
+def test_keyword_arguments_are_the_parameters_of_the_catalog(name: str, pre: bool) -> None:
+    rule = base.find(name, pre=pre)
+    for function in filter(None, (rule.function, rule.finish)):
+        keywords = {
+            p.name: p.default
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is p.KEYWORD_ONLY and p.name != "generator"
+        }
+        assert keywords == {p.name: p.default for p in rule.info.params}
 
 
 def test_every_rule_and_pre_has_its_function() -> None:

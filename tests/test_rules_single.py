@@ -31,6 +31,11 @@ def test_median_of_an_even_number_of_rows_is_the_mean_of_the_middle_two() -> Non
     assert aggregate(rows, rule="median", f=1).item() == 6.0
 
 
+@pytest.mark.parametrize("rule", ["meamed", "phocas"])
+def test_of_two_equally_near_values_the_lower_counts(rule: str) -> None:
+    assert aggregate(torch.tensor([[3.0], [1.0], [2.0]]), rule=rule, f=1).item() == 1.5
+
+
 def test_krum_variants_differ_by_their_neighbour_count() -> None:
     # The centre of the four on the left has the nearest three; with a fourth, far to the right, its neighbour wins.
     rows = torch.tensor([[0.0], [0.04], [0.1], [0.15], [2.0], [2.5], [3.0]], dtype=torch.float64)

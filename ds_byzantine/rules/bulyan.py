@@ -46,6 +46,12 @@ def bulyan(geometry: Geometry, f: int, *, neighbors: str = "n-f-2") -> Geometry:
     Returns:
         Geometry with the K-2f picked points, by ascending index.
 
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="bulyan", f=1)
+        tensor([2.])
+
     Reference:
         El Mhamdi, Guerraoui, Rouault 2018, section 4, with Krum for the selection.
     """

@@ -30,6 +30,12 @@ def geometric_median(
     Returns:
         One point per block, [T, n+1].
 
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="geometric_median", f=1)
+        tensor([2.5000])
+
     Reference:
         Weiszfeld 1937; Pillutla, Kakade, Harchaoui 2019, algorithm 2.
     """
@@ -60,6 +66,12 @@ def centered_clip(geometry: Geometry, f: int, *, tau: float = 0.0, iterations: i
 
     Returns:
         One point per block, [T, n+1].
+
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="centered_clip", f=1)
+        tensor([2.5998])
 
     Reference:
         Karimireddy, He, Jaggi 2021, algorithm 2; start and radius are ours.

@@ -37,6 +37,12 @@ def krum(geometry: Geometry, f: int, *, neighbors: str = "n-f-2") -> Tensor:
     Returns:
         One point per block, [T, n+1].
 
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="krum", f=1)
+        tensor([2.])
+
     Reference:
         Blanchard, El Mhamdi, Guerraoui, Stainer 2017, section 4.
     """
@@ -55,6 +61,12 @@ def multi_krum(geometry: Geometry, f: int, *, neighbors: str = "n-f-2", m: int =
 
     Returns:
         One point per block, [T, n+1].
+
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="multi_krum", f=1)
+        tensor([2.3333])
 
     Reference:
         Blanchard, El Mhamdi, Guerraoui, Stainer 2017, section 5.

@@ -22,6 +22,12 @@ def cge(geometry: Geometry, f: int) -> Tensor:
     Returns:
         One point per block, [T, n+1].
 
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="cge", f=1)
+        tensor([2.3333])
+
     Reference:
         Gupta, Liu, Vaidya 2021.
     """

@@ -22,6 +22,12 @@ def nnm(geometry: Geometry, f: int) -> Geometry:
     Returns:
         Geometry with K points.
 
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="median", f=1, pre=("nnm",))
+        tensor([2.3333])
+
     Reference:
         Allouah, Farhadkhani, Guerraoui, Gupta, Pinot, Stephan 2023, algorithm 2.
     """
@@ -43,6 +49,12 @@ def bucketing(geometry: Geometry, f: int, *, size: int = 2, generator: torch.Gen
 
     Returns:
         Geometry with ceil(K / size) points.
+
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="median", f=1, pre=("bucketing",))
+        tensor([3.])
 
     Reference:
         Karimireddy, He, Jaggi 2022, algorithm 1.
@@ -66,6 +78,12 @@ def arc(geometry: Geometry, f: int) -> Geometry:
     Returns:
         Geometry with K points.
 
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="median", f=1, pre=("arc",))
+        tensor([2.5000])
+
     Reference:
         Allouah, Guerraoui, Gupta, Jellouli, Rizk, Stephan 2024, algorithm 2.
     """
@@ -86,6 +104,12 @@ def clip(geometry: Geometry, f: int, *, norm: float = 1.0) -> Geometry:
 
     Returns:
         Geometry with K points.
+
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="mean", f=0, pre=({"name": "clip", "norm": 2.0},))
+        tensor([1.7857])
 
     Reference:
         Abadi et al. 2016, section 3.1, for the operation.

@@ -30,6 +30,12 @@ def caf(geometry: Geometry, f: int) -> Tensor:
     Returns:
         One point per block, [T, n+1].
 
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="caf", f=1)
+        tensor([2.3338])
+
     Reference:
         Allouah, Guerraoui, Stephan 2025, algorithm 2; bound in docs/caf_gated.md.
     """
@@ -47,6 +53,12 @@ def caf_gated(geometry: Geometry, f: int, *, psi: float = 3.0) -> Tensor:
 
     Returns:
         One point per block, [T, n+1].
+
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="caf_gated", f=1)
+        tensor([2.3338])
 
     Reference:
         docs/caf_gated.md, after Allouah, Guerraoui, Stephan 2025.
@@ -69,6 +81,12 @@ def dnc(geometry: Geometry, f: int, *, iterations: int = 3, factor: float = 1.0)
 
     Returns:
         One point per block, [T, n+1].
+
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="dnc", f=1)
+        tensor([2.3333])
 
     Reference:
         Shejwalkar, Houmansadr 2021, algorithm 2.

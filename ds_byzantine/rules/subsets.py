@@ -31,6 +31,12 @@ def mda(geometry: Geometry, f: int) -> Tensor:
     Returns:
         One point per block, [T, n+1].
 
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="mda", f=1)
+        tensor([2.3333])
+
     Reference:
         Rousseeuw 1985; El Mhamdi, Farhadkhani, Guerraoui, Guirguis, Hoang, Rouault 2021.
     """
@@ -48,6 +54,12 @@ def min_variance(geometry: Geometry, f: int) -> Tensor:
     Returns:
         One point per block, [T, n+1].
 
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="min_variance", f=1)
+        tensor([2.3333])
+
     Reference:
         El Mhamdi et al. 2021; kappa <= 4f/(n-2f), docs/caf_gated.md.
     """
@@ -64,6 +76,12 @@ def smea(geometry: Geometry, f: int) -> Tensor:
 
     Returns:
         One point per block, [T, n+1].
+
+    Example:
+        >>> from ds_byzantine.rules.aggregate import aggregate
+        >>> rows = torch.tensor([[1.0], [1.5], [2.0], [2.5], [3.0], [4.0], [900.0]])
+        >>> aggregate(rows, rule="smea", f=1)
+        tensor([2.3333])
 
     Reference:
         Allouah, Guerraoui, Gupta, Pinot, Stephan 2023 (SMEA); kappa <= 4f/(n-2f), docs/caf_gated.md.
