@@ -94,8 +94,9 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]
         self.path, self.began = path, time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        logs = logs or {}
         for key, kind in (("loss", "train"), ("eval_loss", "heldout")):
-            if state.is_world_process_zero and key in (logs or {}):
+            if state.is_world_process_zero and key in logs:
                 loss = logs[key] if math.isfinite(logs[key]) else None
                 seconds = round(time.monotonic() - self.began, 2)
                 record = {"kind": kind, "step": state.global_step, "loss": loss, "seconds": seconds}
