@@ -4,9 +4,8 @@
     python examples/llm/demo.py --fast    a tiny Llama with random weights, about two minutes
 
 Each run is `deepspeed --num_gpus N finetune.py --deepspeed JSON`; the three JSON files differ in the `"byzantine"`
-section alone: none (stock DeepSpeed), the mean under attack, the section of --config under the same attack. The attack is
-the section's own drill: from some step on the last replica sends its gradient with the opposite sign, many times too
-large.
+section alone: none (stock DeepSpeed), the mean under attack, the section of --config under the same attack. The attack
+is a drill: from some step on the last replica sends its gradient with the opposite sign, many times too large.
 
 Exit code: 0 if the rule held, the mean did not and the right replica was named; 1 if not; 2 if a run could not be made.
 """
@@ -31,6 +30,7 @@ from rich.console import Console
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TOLERANCE = 0.05  # the rule held if its held-out loss ends within this share of the clean run's
+FOLDERS = ("clean", "mean", "rule")
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,11 @@ def main() -> int:
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "zero2.json", help="DeepSpeed JSON")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="results (default: %(default)s)")
     parser.add_argument("--factor", type=float, default=20.0, help="the bad replica sends -FACTOR times its gradient")
+    parser.add_argument("--report-only", action="store_true", help="no training: report on what --out holds")
     args = parser.parse_args()
     console, began = Console(), time.monotonic()
+    if args.report_only:
+        return report_again(args.out, console)
     if not entry_points(group="torch.backends", name="ds_byzantine"):
         console.print(f"ds_byzantine is not installed in {sys.prefix}. Install it with: pip install -e {ROOT}")
         return 2
@@ -87,6 +90,18 @@ def main() -> int:
     return 0 if write_report(args.out, summary, outcomes, console) else 1
 
 
+def report_again(out: Path, console: Console) -> int:
+    """Judge and draw what is in `out` once more."""
+    try:
+        results = json.loads((out / "results.json").read_text())
+    except FileNotFoundError:
+        console.print(f"No finished demo in {out}. Run: make demo")
+        return 2
+    labels = [run["run"] for run in results["runs"]]
+    outcomes = [Outcome.read(label, out / folder) for label, folder in zip(labels, FOLDERS, strict=True)]
+    return 0 if write_report(out, Summary(**results["setting"]), outcomes, console) else 1
+
+
 def run_all(args: argparse.Namespace, size: Size, console: Console) -> list[Outcome]:
     """Prepare, then the three launches, one after the other."""
 
@@ -102,7 +117,7 @@ def run_all(args: argparse.Namespace, size: Size, console: Console) -> list[Outc
     console.print(f"[bold]Training[/] {size.label}: {args.ranks} replicas, {len(jobs)} runs of {size.steps} steps")
     outcomes = []
     for number, (label, config) in enumerate(jobs, 1):
-        folder = args.out / ("clean", "mean", "rule")[number - 1]
+        folder = args.out / FOLDERS[number - 1]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         if "byzantine" in config:
