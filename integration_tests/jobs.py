@@ -61,7 +61,13 @@ def llama(job: dict) -> torch.nn.Module:
         model.never_used = torch.nn.Linear(5, 3)
     if job.get("scalar"):  # a tensor of one element, in every forward pass
         model.temperature = torch.nn.Parameter(torch.ones(1))
-    if job.get("freeze"):
+    if job.get("sparse"):
+        model.model.embed_tokens.sparse = True
+    if job.get("moe"):
+        from deepspeed.moe.layer import MoE
+
+        model.experts = MoE(hidden_size=8, expert=torch.nn.Linear(8, 8), num_experts=2, ep_size=2)
+    if job.get("freeze") is not None:
         for name, p in model.named_parameters():
             p.requires_grad = job["freeze"] not in name
     if job.get("lora"):
@@ -85,6 +91,8 @@ def ds_config(job: dict) -> dict:
     }
     if job.get("optimizer", "sgd") == "adamw":
         config["optimizer"] = {"type": "AdamW", "params": {"lr": job.get("lr", 3e-3), "torch_adam": True}}
+    if job.get("optimizer") == "muon":
+        config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-3}}
     if job.get("byzantine") is not None:
         config["byzantine"] = job["byzantine"]
     return merged(config, job.get("ds", {}))
@@ -106,7 +114,11 @@ def engine_of(job: dict):
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
         CPU_Accelerator.is_fp16_supported = lambda self: True
-    model = llama(job)
+    if job.get("zero_init"):
+        with deepspeed.zero.Init(config_dict_or_path=ds_config({**job, "byzantine": None})):
+            model = llama(job)
+    else:
+        model = llama(job)
     trainable = [p for p in model.parameters() if p.requires_grad]
     options = {"model_parameters": trainable}
     if job.get("optimizer", "sgd") == "sgd":
@@ -177,6 +189,8 @@ def steps(engine, job: dict, first: int, last: int) -> list[float]:
             tokens = batch((step * gas + micro) * world + rank, job.get("micro_batch", 4))
             loss = loss_of(engine, job, tokens)
             engine.backward(loss)
+            if job.get("grads") and "round_robin" not in job["name"] and engine.is_gradient_accumulation_boundary():
+                job["grads_seen"] = full_gradients(engine)
             engine.step()
         losses.append(float(loss.detach()))
     return losses
@@ -188,13 +202,29 @@ def full_weights(engine) -> dict[str, torch.Tensor]:
 
     out = {}
     for name, p in engine.module.named_parameters():
-        held = safe_get_full_fp32_param(p) if hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") else None
-        if held is None and hasattr(p, "ds_id"):
+        if hasattr(p, "ds_id"):
             import deepspeed
 
             with deepspeed.zero.GatheredParameters([p]):
                 held = p.detach().clone()
+        else:
+            # In float32 the parameter is the master weight. (With round_robin_gradients the map to it is wrong.)
+            low = p.dtype != torch.float32 and getattr(p, "_hp_mapping", None) is not None
+            held = safe_get_full_fp32_param(p) if low else None
         out[name] = (p if held is None else held).detach().float().clone()
+    return out
+
+
+def full_gradients(engine) -> dict[str, torch.Tensor]:
+    """The reduced gradients in full, between backward and step; a collective call."""
+    from deepspeed.utils import safe_get_full_grad
+
+    out = {}
+    for name, p in engine.module.named_parameters():
+        zero = hasattr(p, "ds_id") or hasattr(p, "_hp_mapping")
+        grad = safe_get_full_grad(p) if zero else p.grad
+        if grad is not None:
+            out[name] = grad.detach().float().clone()
     return out
 
 
@@ -213,6 +243,7 @@ def outcome(engine, job: dict, losses: list[float]) -> dict:
         "held_out": held_out,
         "skipped": engine.skipped_steps,
         "global_steps": engine.global_steps,
+        "grads": job.get("grads_seen") if dist.get_rank() == 0 else None,
         "norm": None if norm is None else float(norm),
         "optimizer": type(engine.optimizer).__name__,
         "bound": sorted(n for o in (engine, engine.optimizer) for n, v in vars(o).items() if _is_ours(v)),
@@ -226,6 +257,23 @@ def _is_ours(value: object) -> bool:
 def refuse(job: dict) -> dict:
     """Build an engine that has to be refused; the error is the result."""
     own_directory(job)
+    engine_of(job)
+    return {"error": None}
+
+
+def no_backward(job: dict) -> dict:
+    """A step without any gradient: with a section, it protects nothing."""
+    own_directory(job)
+    engine = engine_of(job)
+    engine._take_model_step(None)
+    return {"error": None}
+
+
+def ranks_differ(job: dict) -> dict:
+    """One rank was started with another section."""
+    own_directory(job)
+    if dist.get_rank() == 1:
+        job["byzantine"]["rule"] = "median"
     engine_of(job)
     return {"error": None}
 

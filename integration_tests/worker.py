@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ def main(jobs_file: str, results: str) -> None:
     torch.set_num_threads(1)
     # The CPU shared-memory all-reduce is JIT-built at the first init and used by inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", verbose=False)
+    deepspeed.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=90))
     rank = torch.distributed.get_rank()
     for job in json.loads(Path(jobs_file).read_text()):
         path = Path(results) / f"{job['name']}.rank{rank}.pt"
