@@ -1,8 +1,7 @@
 """The `torch.backends` entry point: PyTorch calls `register` at the end of every `import torch`.
 
 It must be quick and must never raise: an exception here would break `import torch` for every program of the
-environment. So it only prepares to act when DeepSpeed's engine is imported, and swallows whatever goes wrong; a job with
-a section that was not acted upon is then stopped by `install()` or noticed by the missing banner.
+environment. So it only prepares to act when DeepSpeed's engine is imported, and prints whatever goes wrong.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def uninstall() -> None:
         attachment.detach()
     _attachments.clear()
     if _original_init is not None:
-        sys.modules[ENGINE_MODULE].DeepSpeedEngine.__init__ = _original_init  # type: ignore[attr-defined]
+        sys.modules[ENGINE_MODULE].DeepSpeedEngine.__init__ = _original_init
         _original_init = None
 
 
@@ -100,7 +100,7 @@ def _wrap(module: ModuleType) -> None:
     global _original_init
     if _original_init is not None:
         return
-    cls: Any = module.DeepSpeedEngine  # type: ignore[attr-defined]
+    cls: Any = module.DeepSpeedEngine
     original = cls.__init__
 
     @functools.wraps(original)
@@ -124,11 +124,12 @@ def _refuse_earlier_engines(module: ModuleType) -> None:
     from ds_byzantine.config import parse_section
     from ds_byzantine.errors import UnprotectedError
 
-    engine_class: Any = module.DeepSpeedEngine  # type: ignore[attr-defined]
+    engine_class: Any = module.DeepSpeedEngine
     for found in gc.get_objects():
-        if isinstance(found, engine_class) and found not in _attachments and section_of(found) is not None:
-            if parse_section(section_of(found)).enabled:
-                raise UnprotectedError(
-                    'ds_byzantine.install(): an engine with a "byzantine" section was built before this call, so its '
-                    "gradients are not protected. Call install() before deepspeed.initialize()."
-                )
+        if not isinstance(found, engine_class) or found in _attachments:
+            continue
+        if parse_section(section_of(found)).enabled:
+            raise UnprotectedError(
+                'ds_byzantine.install(): an engine with a "byzantine" section was built before this call, so its '
+                "gradients are not protected. Call install() before deepspeed.initialize()."
+            )

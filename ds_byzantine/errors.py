@@ -19,7 +19,7 @@ class InfeasibleError(ByzantineError, ValueError):
 
 
 class UnsupportedHostError(ByzantineError, RuntimeError):
-    """The host (DeepSpeed version, option, optimizer, parallel layout) has a gradient path that would bypass the rule."""
+    """The host (its version, an option, the optimizer, the layout) has a gradient path that would bypass the rule."""
 
 
 class UnprotectedError(ByzantineError, RuntimeError):

@@ -17,8 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script that the arguments name.
 
     Args:
-        arguments: left out: `sys.argv[1:]`. The DeepSpeed launcher puts `--local_rank=N` before the script's name; it is
-            passed on to the script, where it would have stood without this module.
+        arguments: left out: `sys.argv[1:]`. The DeepSpeed launcher puts `--local_rank=N` before the script's name; it
+            is passed on to the script, where it would have stood without this module.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     moved = []

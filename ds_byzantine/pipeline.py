@@ -9,26 +9,23 @@ bucket of the step.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ds_byzantine.exchange.all_to_all import gather_partials, scatter_rows
+from ds_byzantine.agreement import agreed_statistics
+from ds_byzantine.exchange.all_to_all import scatter_rows
 from ds_byzantine.exchange.deliver import deliver
-from ds_byzantine.exchange.routes import Piece, Routes, routes
+from ds_byzantine.exchange.routes import Routes, routes
 from ds_byzantine.exchange.transport import Transport
 from ds_byzantine.exchange.workspace import Workspace
 from ds_byzantine.monitor.events import StepEvent
 from ds_byzantine.monitor.recorder import Recorder
 from ds_byzantine.rules.apply import Aggregator
-from ds_byzantine.rules.gram import column_blocks
-from ds_byzantine.rules.verdicts import Verdict, add_up, decide, piece_statistics
+from ds_byzantine.rules.verdicts import Verdict, combine_pieces, decide
 from ds_byzantine.types import Bucket, Delivery
-
-logger = logging.getLogger("ds_byzantine")
 
 Tap = Callable[[Tensor, int], object]
 
@@ -110,8 +107,9 @@ class ShardAggregator:
 
     def end_step(self) -> StepEvent:
         """Close the books of one optimizer step; a collective call (one all-gather of n numbers per rank)."""
+        self._add_up_books()
         recorder = self.recorder
-        distances = recorder.global_distances + self._summed(recorder.local_distances)
+        distances = recorder.global_distances + recorder.local_distances
         sent = self.transport.bytes_sent - self._sent_before
         event = recorder.event(self.step, distances, sent)
         recorder.reset()
@@ -128,65 +126,35 @@ class ShardAggregator:
     def _verdicts(self, one: Held) -> list[Verdict]:
         """Verdicts of one bucket's tensors (scope tensor) or of this rank's pieces of them (scope shard)."""
         finite_TN, basis_TEE = self._statistics(one)
-        return self._judge(list(one.routes.tensors), finite_TN, basis_TEE, self._numbers(one))
+        names = one.routes.tensors
+        if self.scope == "shard":
+            own = {piece.tensor for piece in one.routes.pieces[self.transport.rank]}
+            return self._judge(names, finite_TN, basis_TEE, own)
+        return self._judge(names, finite_TN, basis_TEE, set(range(len(names))))
 
     def _decide_together(self, held: Sequence[Held]) -> None:
         """One verdict for all tensors: their matrices add, and a row that is not finite anywhere is out everywhere."""
         parts = [self._statistics(one) for one in held]
         finite_TN = torch.cat([finite for finite, _ in parts]).all(0, keepdim=True)
+        if not all(bool(finite.eq(finite_TN).all()) for finite, _ in parts):
+            parts = [self._statistics(one, finite_TN[0]) for one in held]
         bases = [basis for _, basis in parts if basis is not None]
         basis_TEE = torch.cat(bases).sum(0, keepdim=True) if bases else None
-        if basis_TEE is not None and not all(bool(finite.eq(finite_TN).all()) for finite, _ in parts):
-            again = [self._statistics(one, finite_TN[0])[1] for one in held]
-            basis_TEE = torch.cat([b for b in again if b is not None]).sum(0, keepdim=True)
         verdict = self._judge(["all tensors"], finite_TN, basis_TEE, {0})[0]
         for one in held:
             one.verdicts = [verdict] * len(one.routes.tensors)
             self.recorder.tensors.update(one.routes.tensors)
 
     def _statistics(self, one: Held, kept_N: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Which rows of each tensor are finite, and the tensors' matrices over exactly those rows."""
-        own = one.routes.pieces[self.transport.rank]
-        kept: list[Tensor | None] = [kept_N] * len(own)
-        while True:
-            with self.recorder.timed("rule"):
-                mine_PW = self._own_statistics(one.rows_ND, own, kept)
-            partials, tensors_of = self._gathered(mine_PW, one.routes)
-            finite_TN, basis_TEE = add_up(partials, tensors_of, len(one.routes.tensors), self.transport.size)
-            agreed = basis_TEE is None or all(
-                torch.equal(row[: self.transport.size] > 0, finite_TN[t])
-                for partial, numbers in zip(partials, tensors_of, strict=True)
-                for row, t in zip(partial, numbers, strict=True)
-            )
-            if agreed:
-                return finite_TN, basis_TEE
-            # A row is finite in one chunk of a tensor and not in another: the matrices have to leave it out everywhere.
-            kept = [finite_TN[piece.tensor] for piece in own]
-
-    def _own_statistics(self, rows_ND: Tensor, own: Sequence[Piece], kept: Sequence[Tensor | None]) -> Tensor:
-        with_gram = self.aggregator.needs_gram
-        rows = [
-            piece_statistics(rows_ND[:, piece.start : piece.stop], mask, with_gram)
-            for piece, mask in zip(own, kept, strict=True)
-        ]
-        if rows:
-            return torch.stack(rows)
-        n = self.transport.size
-        width = n + (n + 1) * (n + 2) // 2 if with_gram else n
-        return torch.zeros(0, width, dtype=torch.float64 if with_gram else torch.uint8, device=rows_ND.device)
-
-    def _gathered(self, mine_PW: Tensor, route: Routes) -> tuple[list[Tensor], list[list[int]]]:
-        if self.scope == "shard":
-            return [mine_PW.cpu()], [[piece.tensor for piece in route.pieces[self.transport.rank]]]
-        with self.recorder.timed("exchange"):
-            partials = gather_partials(self.transport, mine_PW, route)
-        return partials, [[piece.tensor for piece in pieces] for pieces in route.pieces]
-
-    def _numbers(self, one: Held) -> set[int]:
-        """Tensors on which this rank has a verdict: all of the bucket, or those in its chunk (scope shard)."""
-        if self.scope == "shard":
-            return {piece.tensor for piece in one.routes.pieces[self.transport.rank]}
-        return set(range(len(one.routes.tensors)))
+        return agreed_statistics(
+            self.transport,
+            one.rows_ND,
+            one.routes,
+            self.recorder,
+            with_gram=self.aggregator.needs_gram,
+            local=self.scope == "shard",
+            kept_N=kept_N,
+        )
 
     def _judge(
         self, names: Sequence[str], finite_TN: Tensor, basis_TEE: Tensor | None, known: set[int]
@@ -196,67 +164,43 @@ class ShardAggregator:
         for t in known:
             self.recorder.saw(names[t], finite_TN[t], self.aggregator.f)
         if distances_TN is not None:
-            local = self.scope == "shard"
-            target = self.recorder.local_distances if local else self.recorder.global_distances
-            target += distances_TN.sum(0)
+            shard = self.scope == "shard"
+            target = self.recorder.local_distances if shard else self.recorder.global_distances
+            target += distances_TN[sorted(known)].sum(0)
         return verdicts
 
-    # -- the result ----------------------------------------------------------------------------------------------
+    # -- result and books ----------------------------------------------------------------------------------------
 
     def _combine(self, one: Held) -> Tensor:
-        own = one.routes.pieces[self.transport.rank]
+        pieces = one.routes.pieces[self.transport.rank]
         chunk_D = torch.empty_like(one.rows_ND[0])
-        for run, verdict in _runs(own, one.verdicts):
-            rows_ND, out_D = one.rows_ND[:, run.start : run.stop], chunk_D[run.start : run.stop]
-            if verdict.aggregator is None:
-                out_D.fill_(float("nan"))
-                continue
-            whole = bool(verdict.kept_N.all())
-            used_ND = rows_ND if whole else rows_ND[verdict.kept_N.to(rows_ND.device)]
-            verdict.aggregator.combine(used_ND, verdict.points_KE, out_D)
-            if not self.aggregator.output_is_point and self.step % self.distances_every == 0:
-                self.recorder.local_distances[verdict.kept_N] += _squared_distances(used_ND, out_D)
+        measured = not self.aggregator.output_is_point and self.step % self.distances_every == 0
+        distances_N = self.recorder.local_distances if measured else None
+        combine_pieces(one.rows_ND, pieces, one.verdicts, chunk_D, distances_N)
         if one.bucket.scale != 1.0:
             chunk_D *= one.bucket.scale
         return chunk_D
 
-    # -- books -----------------------------------------------------------------------------------------------------
-
-    def _summed(self, local_N: Tensor) -> Tensor:
-        """Sum of everybody's local distances; skipped where the distances are known alike on all ranks."""
-        if self.aggregator.output_is_point and self.scope != "shard":
-            return local_N
-        n = self.transport.size
+    def _add_up_books(self) -> None:
+        """Sum over the ranks what each of them knows for its own chunks only."""
+        recorder, n = self.recorder, self.transport.size
+        shard = self.scope == "shard"
+        if self.aggregator.output_is_point and not shard:
+            return
+        own = torch.cat([recorder.local_distances, torch.tensor([*recorder.nonfinite, len(recorder.unsafe)]).double()])
         device = next(iter(self.workspace.devices()), torch.device("cpu"))
-        everybody = torch.empty(n * n, dtype=torch.float64, device=device)
-        self.transport.all_gather(everybody, local_N.to(device))
-        return everybody.cpu().view(n, n).sum(0)
+        everybody = torch.empty(n * own.numel(), dtype=torch.float64, device=device)
+        self.transport.all_gather(everybody, own.to(device))
+        total = everybody.cpu().view(n, -1).sum(0)
+        recorder.local_distances = total[:n]
+        if shard:
+            recorder.nonfinite = [int(count) for count in total[n : 2 * n]]
+            if total[-1] > 0 and not recorder.unsafe:
+                lost = [i for i, count in enumerate(recorder.nonfinite) if count]
+                recorder.unsafe["a tensor piece at another rank"] = lost
 
     def _count_stock(self, bucket: Bucket) -> None:
         """Bytes of a ring all-reduce, or of a reduce-scatter where the host would have used one."""
         n, nbytes = self.transport.size, bucket.flat.numel() * bucket.flat.element_size()
         passes = 1 if bucket.layout.delivery is Delivery.AGGREGATOR else 2
         self.recorder.stock_bytes += passes * nbytes * (n - 1) // n
-
-
-def _runs(own: Sequence[Piece], verdicts: Sequence[Verdict]) -> list[tuple[Piece, Verdict]]:
-    """Neighbouring pieces with the same verdict as one run: fewer, longer passes."""
-    out: list[tuple[Piece, Verdict]] = []
-    for piece in own:
-        verdict = verdicts[piece.tensor]
-        if out and out[-1][0].stop == piece.start and out[-1][1].like(verdict):
-            out[-1] = (Piece(out[-1][0].tensor, out[-1][0].start, piece.stop), verdict)
-        else:
-            out.append((piece, verdict))
-    return out
-
-
-def _squared_distances(rows_ND: Tensor, out_D: Tensor) -> Tensor:
-    """||x_i - out||^2 in cache-sized blocks, [n] float64 on the CPU."""
-    total = torch.zeros(rows_ND.shape[0], dtype=torch.float64, device=rows_ND.device)
-    start = 0
-    for block_NB in column_blocks(rows_ND):
-        stop = start + block_NB.shape[1]
-        total += (block_NB - out_D[start:stop]).square_().sum(1, dtype=torch.float64)
-        start = stop
-    return total.cpu()

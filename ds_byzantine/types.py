@@ -29,6 +29,14 @@ class Slice(NamedTuple):
     stop: int
 
 
+class Piece(NamedTuple):
+    """Elements `[start, stop)` of a chunk (not of the bucket), which belong to tensor number `tensor` of the bucket."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
 class Delivery(Enum):
     """Who needs the aggregated bucket."""
 

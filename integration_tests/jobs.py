@@ -1,8 +1,8 @@
 """The jobs that a world can run: real DeepSpeed engines on a tiny Llama and real text.
 
-Keys of a job: name, stage, steps, gas, lr, seed, optimizer ("sgd" | "adamw"), ds (overrides of the DeepSpeed config),
-byzantine (the section, or absent), bad ({"rank": r, "how": "scale" | "nan" | "noise", "factor": x}), model (overrides of
-the Llama config), lora, freeze, unused, extra model options below. Results: weights (rank 0), checksum, losses, held_out,
+Keys of a job: name, stage, steps, gas, lr, seed, optimizer ("sgd" | "adamw" | "muon"), ds (overrides of the DeepSpeed
+config), byzantine (the section, or absent), bad ({"rank": r, "how": "scale" | "nan" | "noise", "factor": x}), model
+(overrides of the Llama config) and the model options in `llama`. Results: weights (rank 0), checksum, losses, held_out,
 skipped, events, and what else a job says.
 """
 
@@ -74,7 +74,8 @@ def llama(job: dict) -> torch.nn.Module:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(1)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"))
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+        model = get_peft_model(model, lora)
     return model
 
 

@@ -1,4 +1,4 @@
-"""The overflow flag and the clip norm are no door: up to f non-finite rows change nothing, more make the step be skipped."""
+"""The overflow flag and the clip norm are no door: up to f non-finite rows change nothing, more skip the step."""
 
 from __future__ import annotations
 

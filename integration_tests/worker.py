@@ -1,7 +1,7 @@
 """One rank of a launched world: runs a table of training jobs in one process and leaves their results in a folder.
 
-`worker.py JOBS_JSON RESULTS_DIR`; rank and world come from the environment that the launcher sets. Starting a rank costs
-10 to 20 s of imports, so one world runs many jobs.
+`worker.py JOBS_JSON RESULTS_DIR`; rank and world come from the environment that the launcher sets. Starting a rank
+costs 10 to 20 s of imports, so one world runs many jobs.
 """
 
 from __future__ import annotations

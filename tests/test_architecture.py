@@ -21,6 +21,7 @@ LEVELS = {
     **dict.fromkeys(("drills", "exchange", "trust", "monitor", "report"), 3),
     "config": 4,
     "plan": 5,
+    "agreement": 6,
     "pipeline": 6,
     "adapters": 7,
     "cli": 9,
@@ -34,6 +35,7 @@ FORBIDDEN = [
     ("report/*.py", ("torch", "deepspeed")),
     ("exchange/*.py", ("deepspeed", "transformers")),
     ("pipeline.py", ("torch.distributed", "deepspeed", "transformers")),
+    ("agreement.py", ("torch.distributed", "deepspeed", "transformers")),
 ]
 TORCH_FREE = ["config", "config_docs", "plan", "rules.catalog", "attacks.catalog", "drills.scenario", "errors"]
 

@@ -53,7 +53,7 @@ class PatchPoint:
         return None if found is None else innermost(found)
 
     def problem(self, version: str) -> str | None:
-        """Why this host cannot be patched here, or None if all is as expected (or the point is not due in `version`)."""
+        """Why this host cannot be patched here; None if all is as expected or `version` does not have the point."""
         if not SpecifierSet(self.versions).contains(Version(version).base_version):
             return None
         function = self.resolve()

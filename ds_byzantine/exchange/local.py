@@ -39,7 +39,7 @@ class LocalWorld:
                 results[rank] = job(LocalTransport(self, rank))
             except threading.BrokenBarrierError:
                 pass  # another rank failed; its exception is the one to raise
-            except BaseException as error:  # noqa: BLE001 - re-raised below, in the caller's thread
+            except BaseException as error:  # raised again below, in the caller's thread
                 errors.append(error)
                 self._barrier.abort()
 
@@ -72,7 +72,7 @@ class LocalTransport:
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
         """See `Transport.all_to_all`."""
-        received = self._world.swap(self.rank, list(inp.split(list(in_splits))))
+        received = self._world.swap(self.rank, list(torch.split(inp, list(in_splits))))
         if [part.numel() for part in received] != list(out_splits):
             raise ValueError(f"rank {self.rank} expected {list(out_splits)}, got {[p.numel() for p in received]}")
         torch.cat(received, out=out)

@@ -6,15 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ds_byzantine.types import Delivery, Layout
-
-
-class Piece(NamedTuple):
-    """Elements `[start, stop)` of a chunk (not of the bucket), which belong to tensor number `tensor`."""
-
-    tensor: int
-    start: int
-    stop: int
+from ds_byzantine.types import Delivery, Layout, Piece
 
 
 class Span(NamedTuple):

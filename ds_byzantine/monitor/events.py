@@ -44,8 +44,8 @@ class StepEvent:
         distances: for each replica, the square root of the summed squared distances of its rows to the aggregate;
             null where no row of it could be used.
         suspect: the replica with the largest distance, or null. One step is no evidence: see the ledger.
-        unsafe: tensors in which more than f rows were not finite, with the replicas they came from; the aggregate is NaN
-            there and the step is skipped.
+        unsafe: tensors in which more than f rows were not finite, with the replicas they came from; the aggregate is
+            NaN there and the step is skipped.
         bytes: what rank 0 sent for gradients in this step.
         stock_bytes: what the host's own reduction would have sent (ring algorithms).
         exchange_ms, rule_ms: wall-clock time on rank 0 in collectives and in the rule.

@@ -22,7 +22,7 @@ def aggregate(
         rule: name of a rule, or an object with `name` and its parameters.
         f: bad rows to tolerate, >= 0.
         pre: pre-aggregations (names or objects), applied in this order.
-        seed: for stochastic rules (bucketing, dnc).
+        seed: for what draws at random (bucketing).
         **params: parameters of the rule.
 
     Returns:
@@ -50,7 +50,7 @@ def _aggregate(rows_ND: Tensor, ready: Aggregator, seed: int) -> Tensor:
     n, width = rows_ND.shape
     kept_N = finite_rows(rows_ND)
     out_D = torch.empty(width, dtype=rows_ND.dtype, device=rows_ND.device)
-    while True:
+    while True:  # at most n rounds: each but the last removes a row
         bad = n - int(kept_N.sum())
         if bad > ready.f or bad == n:
             return out_D.fill_(float("nan"))

@@ -61,12 +61,18 @@ class Aggregator:
         return self.rule.info.kind is Kind.GRAM
 
     def check(self, n: int) -> None:
-        """Raise InfeasibleError if n rows are too few for the rule with f bad ones."""
-        least = self.rule.info.least_replicas(self.f)
-        if n < least or (self.f and not self.rule.info.tolerates_faults):
-            name, bound = self.rule.info.name, self.rule.info.bound
-            why = f"needs at least {least} rows ({bound})" if n < least else "tolerates no bad row"
-            raise InfeasibleError(f"{name} with f={self.f} {why}; got {n}. Use a smaller f, another rule or more rows.")
+        """Raise InfeasibleError if n rows are too few for the rule and its pre-aggregations with f bad ones."""
+        rows = n
+        for pre, params in (*self.pre, (self.rule, self.params)):
+            info = pre.info.variant(params)
+            least = info.least_replicas(self.f)
+            if rows < least or (self.f and not info.tolerates_faults):
+                why = f"needs at least {least} rows ({info.bound})" if rows < least else "tolerates no bad row"
+                left = "" if rows == n else f" ({rows} after pre-aggregation)"
+                raise InfeasibleError(
+                    f"{info.name} with f={self.f} {why}; got {n}{left}. Use a smaller f, another rule or more rows."
+                )
+            rows = info.points_after(rows, params)
 
     def without(self, bad_rows: int) -> Aggregator:
         """The same rule after `bad_rows` rows were removed: they count against f."""
@@ -90,7 +96,8 @@ class Aggregator:
         if self.rule.info.kind is Kind.COORDINATE:
             return geometry.points_TKE
         chosen = self.rule.function(geometry, self.f, **self.params, **_random(self.rule, seed))
-        return chosen[:, None, :] if self.rule.info.kind is Kind.GRAM else chosen.points_TKE
+        points_TKE: Tensor = chosen[:, None, :] if self.rule.info.kind is Kind.GRAM else chosen.points_TKE
+        return points_TKE
 
     def combine(self, rows_ND: Tensor, points_KE: Tensor | None, out_D: Tensor) -> None:
         """Write the aggregate of the rows at hand into `out_D`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from ds_byzantine.rules.apply import Aggregator
 from ds_byzantine.rules.geometry import Geometry
-from ds_byzantine.rules.gram import finite_rows, partial_basis
+from ds_byzantine.rules.gram import column_blocks, finite_rows, partial_basis
+from ds_byzantine.types import Piece
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,17 @@ def piece_statistics(rows_ND: Tensor, kept_N: Tensor | None, with_gram: bool) ->
         matrix, in which rows that are not used have zeros. On the rows' device.
     """
     n = rows_ND.shape[0]
-    kept = finite_rows(rows_ND) if kept_N is None else kept_N.to(rows_ND.device)
     if not with_gram:
-        return kept.to(torch.uint8)
-    whole = bool(kept.all())
-    basis_EE = partial_basis(rows_ND if whole else rows_ND[kept])
-    if not whole:
+        return finite_rows(rows_ND).to(torch.uint8)
+    if kept_N is None:
+        basis_EE = partial_basis(rows_ND)
+        kept = torch.isfinite(torch.diagonal(basis_EE)).all().expand(n)  # all finite, or a second look tells which
+        if not kept[0]:
+            kept = finite_rows(rows_ND)
+    else:
+        kept = kept_N.to(rows_ND.device)
+    if kept_N is not None or not kept.all():
+        basis_EE = partial_basis(rows_ND[kept])
         full = torch.zeros(n + 1, n + 1, dtype=torch.float64, device=rows_ND.device)
         index = torch.cat([kept.nonzero()[:, 0], torch.tensor([n], device=rows_ND.device)])
         full[index[:, None], index] = basis_EE
@@ -125,3 +132,50 @@ def decide(
     if not ready.output_is_point:
         distances_TN = None
     return [v for v in verdicts if v is not None], distances_TN
+
+
+def combine_pieces(
+    rows_ND: Tensor, pieces: Sequence[Piece], verdicts: Sequence[Verdict], out_D: Tensor, distances_N: Tensor | None
+) -> None:
+    """Carry out the verdicts on the rows of a chunk.
+
+    Args:
+        rows_ND: the chunk's rows, [n, D].
+        pieces: the tensors' pieces, by ascending `start`, covering the chunk.
+        verdicts: of all tensors of the bucket.
+        out_D: [D], receives the aggregate.
+        distances_N: float64 [n]; if given, the rows' squared distances to the aggregate are added.
+    """
+    for run, verdict in _runs(pieces, verdicts):
+        piece_ND, piece_D = rows_ND[:, run.start : run.stop], out_D[run.start : run.stop]
+        if verdict.aggregator is None:
+            piece_D.fill_(float("nan"))
+            continue
+        whole = bool(verdict.kept_N.all())
+        used_ND = piece_ND if whole else piece_ND[verdict.kept_N.to(rows_ND.device)]
+        verdict.aggregator.combine(used_ND, verdict.points_KE, piece_D)
+        if distances_N is not None:
+            distances_N[verdict.kept_N] += _squared_distances(used_ND, piece_D)
+
+
+def _runs(pieces: Sequence[Piece], verdicts: Sequence[Verdict]) -> list[tuple[Piece, Verdict]]:
+    """Neighbouring pieces with the same verdict as one run: fewer, longer passes."""
+    out: list[tuple[Piece, Verdict]] = []
+    for piece in pieces:
+        verdict = verdicts[piece.tensor]
+        if out and out[-1][0].stop == piece.start and out[-1][1].like(verdict):
+            out[-1] = (Piece(out[-1][0].tensor, out[-1][0].start, piece.stop), verdict)
+        else:
+            out.append((piece, verdict))
+    return out
+
+
+def _squared_distances(rows_ND: Tensor, out_D: Tensor) -> Tensor:
+    """||x_i - out||^2 in cache-sized blocks, [n] float64 on the CPU."""
+    total = torch.zeros(rows_ND.shape[0], dtype=torch.float64, device=rows_ND.device)
+    start = 0
+    for block_NB in column_blocks(rows_ND):
+        stop = start + block_NB.shape[1]
+        total += (block_NB - out_D[start:stop]).square_().sum(1, dtype=torch.float64)
+        start = stop
+    return total.cpu()

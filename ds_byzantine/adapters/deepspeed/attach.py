@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from dataclasses import dataclass
@@ -90,7 +89,7 @@ def attach(engine: Any) -> Attachment | None:
     verify(_points(engine), deepspeed.__version__, points.SUPPORTED)
     refuse_unsupported(engine)
     transport = TorchTransport(engine.seq_data_parallel_group)
-    _agree(engine, transport, section)
+    _agree(engine, transport, config)
     settled = _plan(engine, transport, config)
     attachment = Attachment(config, settled, None, Bindings())
     first = transport.rank == 0
@@ -99,8 +98,6 @@ def attach(engine: Any) -> Attachment | None:
         attachment.log.write(_run_event(engine, settled))
         for line in (settled.describe(VERSION), *settled.warnings):
             logger.info(line)
-        if settled.n == 1:
-            logger.warning("byzantine: one replica only, so there is nothing to compare it with: gradients pass through")
     if settled.n > 1:
         _bind(engine, transport, attachment)
     return attachment
@@ -162,10 +159,9 @@ def _plan(engine: Any, transport: Transport, config: ByzantineConfig) -> Plan:
     )
 
 
-def _agree(engine: Any, transport: Transport, section: Any) -> None:
+def _agree(engine: Any, transport: Transport, config: ByzantineConfig) -> None:
     """Compare a digest of the section over the ranks: a rank with another rule would hang or poison all others."""
-    text = json.dumps(section, sort_keys=True, default=str)
-    own = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+    own = int.from_bytes(blake2b(config.model_dump_json().encode(), digest_size=7).digest(), "big")
     everybody = torch.empty(transport.size, dtype=torch.int64, device=engine.device)
     transport.all_gather(everybody, torch.tensor([own], dtype=torch.int64, device=engine.device))
     others = [rank for rank, digest in enumerate(everybody.tolist()) if digest != own]

@@ -22,8 +22,8 @@ def refuse_unsupported(engine: Any) -> None:
     """
     if engine.optimizer is None or type(engine.optimizer).__name__ in ("DummyOptim", "DeepSpeedZeRoOffload"):
         raise UnprotectedError(
-            'byzantine: this engine has no optimizer, so there is no gradient to protect. Pass an optimizer (or the '
-            '"optimizer" section), or remove the "byzantine" section from the config of an inference or evaluation engine.'
+            'byzantine: this engine has no optimizer, so there is no gradient to protect. Pass an optimizer (or the "optimizer" '
+            'section), or remove the "byzantine" section from the config of an inference or evaluation engine.'
         )
     if not any(p.requires_grad for p in engine.module.parameters()):
         raise UnprotectedError("byzantine: no parameter of the model requires a gradient, so nothing is protected.")
@@ -45,7 +45,7 @@ def _parallelism(engine: Any) -> Iterator[str]:
             "tensor_parallel / mpu."
         )
     if int(getattr(engine, "sequence_parallel_size", 1) or 1) > 1:
-        yield "sequence parallelism: its ranks are not replicas, and are not told apart yet. Use sequence_parallel_size 1."
+        yield "sequence parallelism: its ranks are not replicas; not told apart yet. Use sequence_parallel_size 1."
     if getattr(engine, "has_moe_layers", False):
         yield "mixture of experts: expert gradients have fewer replicas, which is not supported yet. Use a dense model."
 
@@ -53,7 +53,7 @@ def _parallelism(engine: Any) -> Iterator[str]:
 def _zero_options(engine: Any) -> Iterator[str]:
     zero = engine._config.zero_config
     if getattr(zero, "zero_quantized_gradients", False):
-        yield "zero_optimization.zero_quantized_gradients: no replica's gradient exists in full precision. Set it to false."
+        yield "zero_optimization.zero_quantized_gradients: no gradient is sent in full precision. Set it to false."
     if _setting(engine, "zenflow"):
         yield "zero_optimization.zenflow: it consumes gradients inside its own reduction. Remove the section."
     if _setting(engine, "super_offload"):

@@ -88,9 +88,9 @@ class StepHook:
             more = f" (and {len(event.unsafe) - 1} more tensors)" if len(event.unsafe) > 1 else ""
             who = ", ".join(map(str, replicas))
             logger.warning(
-                "step %d is skipped: replicas %s sent NaN or Inf for %s%s, which are more than f=%d. If all replicas do, "
-                "the loss has diverged or its scale is too high; if few do, they are faulty: raise byzantine.f or "
-                "replace them.", event.step, who, tensor, more, self.aggregator.aggregator.f,
+                "step %d is skipped: replicas %s sent NaN or Inf for %s%s, which are more than f=%d. If all do, the loss "
+                "has diverged or its scale is too high; if few do, they are faulty: raise byzantine.f or replace them.",
+                event.step, who, tensor, more, self.aggregator.aggregator.f,
             )  # fmt: skip
             return
         for replica in event.dropped:
@@ -98,8 +98,8 @@ class StepHook:
             times = self._drops[replica]
             if times & (times - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... time
                 logger.warning(
-                    "step %d: replica %d sent NaN or Inf in %d tensors; its rows there were left out (step %d in which it "
-                    "did). Training goes on without them.", event.step, replica, event.nonfinite[replica], times,
+                    "step %d: replica %d sent NaN or Inf in %d tensors; its rows there were left out and training goes "
+                    "on (so far in %d steps).", event.step, replica, event.nonfinite[replica], times,
                 )  # fmt: skip
 
     @contextmanager

@@ -1,8 +1,8 @@
 """ZeRO stages 1 and 2: flat buckets whose slices belong to the owners of the optimizer state.
 
 `average_tensor` gets a contiguous bucket; without `contiguous_gradients` one of two list functions gets the gradients
-themselves. Either way the host afterwards reads each owner's slice where the local gradient was, and adds it to a compact
-float32 buffer where one is in use (0.19.8).
+themselves. Either way the host afterwards reads each owner's slice where the local gradient was, and adds it to a
+compact float32 buffer where one is in use (0.19.8).
 """
 
 from __future__ import annotations
@@ -134,15 +134,12 @@ class Zero12:
 
     @contextmanager
     def _reduction_stream(self, dtype: torch.dtype) -> Iterator[None]:
-        """The host's stream discipline: wait for every stream that filled the bucket, then work on its reduction stream."""
+        """The host's stream discipline: wait for all streams that filled the bucket, work on its reduction stream."""
         from deepspeed.accelerator import get_accelerator
 
         accelerator, optimizer = get_accelerator(), self.optimizer
         current = accelerator.current_stream()
-        if not optimizer.overlap_comm:
-            stream = current
-        else:
-            stream = optimizer.reduction_stream
+        stream = optimizer.reduction_stream if optimizer.overlap_comm else current
         if not accelerator.resolves_data_dependency():
             bucket = optimizer.ipg_buckets[dtype]
             for event in getattr(bucket, "ready_events", {}).values():
