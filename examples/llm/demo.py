@@ -50,10 +50,10 @@ REAL = Size(
     options=("--seq-len=64", "--batch=1", "--lr=5e-5", "--warmup=2", "--eval-every=5", "--heldout=20"),
 )
 FAST = Size(
-    "a tiny Llama with random weights, fp32, ZeRO-2",
+    "A tiny Llama with random weights, fp32, ZeRO-2",
     steps=60,
     attack_from=10,
-    options=("--tiny", "--seq-len=64", "--batch=8", "--lr=2e-3", "--warmup=4", "--eval-every=5", "--heldout=40"),
+    options=("--tiny", "--seq-len=64", "--batch=32", "--lr=2e-3", "--warmup=4", "--eval-every=5", "--heldout=40"),
 )
 
 

@@ -137,7 +137,15 @@ def _draw_losses(axes: Axes, summary: Summary, outcomes: list[Outcome]) -> None:
         # The clean curve lies broad and pale beneath, so that a curve which follows it stays visible.
         look: dict[str, Any] = {"color": colour, "alpha": 0.35 if width > 2 else 1.0, "solid_capstyle": "round"}
         steps, values = zip(*outcome.heldout, strict=True)
-        axes.plot(steps, values, linewidth=width, marker="o", markersize=width + 2, label=outcome.label, **look)
+        axes.plot(
+            steps,
+            values,
+            linewidth=width,
+            marker="o",
+            markersize=width + 2,
+            label=f"{outcome.label}: {_shown(outcome.final)}",
+            **look,
+        )
     axes.axvline(summary.attack_from, color="#999999", linestyle=":", linewidth=1.2)
     note = f"replica {summary.bad_replica} starts to send\n{-summary.factor:g} times its gradient"
     axes.annotate(note, (summary.attack_from, 0.97), xycoords=("data", "axes fraction"), xytext=(6, 0),
