@@ -4,7 +4,7 @@
 #   make demo FAST=1                                                           a tiny model instead (a few minutes)
 #   make test    ruff, mypy --strict, unit tests, integration tests with real processes
 #   make quick   ruff and the unit tests only
-#   make bench   step time, memory and bytes against stock DeepSpeed
+#   make bench   what each rule costs and buys
 #   make report  show again what the last demo found
 #   make lint    ruff and mypy
 #
@@ -69,7 +69,7 @@ lint: $(DEPS)
 	$(PY) -m mypy
 
 bench: $(DEPS)
-	$(PY) -m benchmarks.step_time
+	$(PY) -m benchmarks.rules_table
 
 report: $(DEPS)
 	@$(PY) examples/llm/demo.py --report-only $(if $(FAST),--fast)
