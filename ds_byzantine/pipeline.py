@@ -2,21 +2,21 @@
 
     tap -> scatter rows -> partial statistics -> all-gather -> verdict per tensor -> combine -> deliver -> record
 
-Host adapters call `ShardAggregator.reduce` where the host would have averaged, and `end_step` once per optimizer step.
-`collect` and `resolve` are the two halves of `reduce`, for `scope: model`, where the verdict has to wait for the last
-bucket of the step.
+Host adapters call `ShardAggregator.submit` where the host would have averaged, and `end_step` once per optimizer step.
+With `scope: model` the verdict has to wait for the last bucket: there `submit` only sends the rows, and `flush` does the
+rest for all buckets at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ds_byzantine.agreement import agreed_statistics
-from ds_byzantine.exchange.all_to_all import scatter_rows
+from ds_byzantine.exchange.all_to_all import scatter_rows, sum_over_replicas
 from ds_byzantine.exchange.deliver import deliver
 from ds_byzantine.exchange.routes import Routes, routes
 from ds_byzantine.exchange.transport import Transport
@@ -28,6 +28,7 @@ from ds_byzantine.rules.verdicts import Verdict, combine_pieces, decide
 from ds_byzantine.types import Bucket, Delivery
 
 Tap = Callable[[Tensor, int], object]
+Commit = Callable[[Tensor], object]
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Held:
     routes: Routes
     rows_ND: Tensor
     verdicts: Sequence[Verdict] = ()
+    commit: Commit | None = None
 
 
 class ShardAggregator:
@@ -72,27 +74,51 @@ class ShardAggregator:
         self.workspace = Workspace()
         self.recorder = Recorder(transport.size)
         self._sent_before = 0
+        self._held: list[Held] = []
 
     @torch.no_grad()
-    def reduce(self, bucket: Bucket) -> None:
-        """Aggregate one bucket in place; a collective call: every replica has to make it with the same layout."""
+    def submit(self, bucket: Bucket, commit: Commit) -> None:
+        """Aggregate one bucket and hand the result to `commit`; a collective call, with the same layout on all ranks.
+
+        Args:
+            bucket: see `Bucket`. With scope "model" its memory is free for the host again when this returns.
+            commit: called with the aggregate, laid out as `bucket.flat`: now, or by `flush` with scope "model".
+        """
         if bucket.flat.numel() == 0:
             return
-        self.resolve([self.collect(bucket)])
+        one = self._collect(bucket)
+        if self.scope == "model":
+            one.bucket, one.commit = replace(bucket, flat=bucket.flat[:0]), commit
+            self._held.append(one)
+            return
+        self._resolve([one])
+        commit(bucket.flat)
 
-    def collect(self, bucket: Bucket, *, keep: bool = False) -> Held:
-        """Send the rows to their aggregators. With `keep` the rows get memory of their own instead of the workspace."""
+    @torch.no_grad()
+    def flush(self) -> None:
+        """With scope "model": decide on all buckets submitted since the last flush, and commit them. Else nothing."""
+        held, self._held = self._held, []
+        for one in held:
+            one.bucket.flat = one.rows_ND.new_empty(one.bucket.layout.numel)
+        if held:
+            self._resolve(held)
+        for one in held:
+            if one.commit is not None:
+                one.commit(one.bucket.flat)
+
+    def _collect(self, bucket: Bucket) -> Held:
+        """Send the rows to their aggregators. Rows that have to wait get memory of their own, not the workspace."""
         if self.tap is not None:
             self.tap(bucket.flat, self.step)
         route = routes(bucket.layout, self.transport.rank)
         self._count_stock(bucket)
         with self.recorder.timed("exchange"):
-            workspace = Workspace() if keep else self.workspace
+            workspace = Workspace() if self.scope == "model" else self.workspace
             rows_ND = scatter_rows(self.transport, bucket.flat, route, workspace)
         return Held(bucket, route, rows_ND)
 
-    def resolve(self, held: Sequence[Held]) -> None:
-        """Decide, combine and deliver; the buckets held are decided on together if the scope is "model"."""
+    def _resolve(self, held: Sequence[Held]) -> None:
+        """Decide, combine and deliver; the buckets are decided on together if the scope is "model"."""
         if self.scope == "model":
             self._decide_together(held)
         else:
@@ -183,21 +209,10 @@ class ShardAggregator:
 
     def _add_up_books(self) -> None:
         """Sum over the ranks what each of them knows for its own chunks only."""
-        recorder, n = self.recorder, self.transport.size
         shard = self.scope == "shard"
-        if self.aggregator.output_is_point and not shard:
-            return
-        own = torch.cat([recorder.local_distances, torch.tensor([*recorder.nonfinite, len(recorder.unsafe)]).double()])
-        device = next(iter(self.workspace.devices()), torch.device("cpu"))
-        everybody = torch.empty(n * own.numel(), dtype=torch.float64, device=device)
-        self.transport.all_gather(everybody, own.to(device))
-        total = everybody.cpu().view(n, -1).sum(0)
-        recorder.local_distances = total[:n]
-        if shard:
-            recorder.nonfinite = [int(count) for count in total[n : 2 * n]]
-            if total[-1] > 0 and not recorder.unsafe:
-                lost = [i for i, count in enumerate(recorder.nonfinite) if count]
-                recorder.unsafe["a tensor piece at another rank"] = lost
+        if shard or not self.aggregator.output_is_point:
+            device = next(iter(self.workspace.devices()), torch.device("cpu"))
+            self.recorder.take(sum_over_replicas(self.transport, self.recorder.own(), device), flags=shard)
 
     def _count_stock(self, bucket: Bucket) -> None:
         """Bytes of a ring all-reduce, or of a reduce-scatter where the host would have used one."""

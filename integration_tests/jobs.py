@@ -39,6 +39,17 @@ def batch(seed: int, size: int, held_out: bool = False) -> torch.Tensor:
     return torch.stack([tokens[s : s + SEQUENCE] for s in starts.tolist()])
 
 
+class Temperature(torch.nn.Module):
+    """One number that scales the loss a little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * (0.9 + 0.1 * self.value.float().sum().tanh())
+
+
 def llama(job: dict) -> torch.nn.Module:
     """A tiny Llama, the same on all ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -60,7 +71,7 @@ def llama(job: dict) -> torch.nn.Module:
     if job.get("unused"):  # trainable, but in no forward pass
         model.never_used = torch.nn.Linear(5, 3)
     if job.get("scalar"):  # a tensor of one element, in every forward pass
-        model.temperature = torch.nn.Parameter(torch.ones(1))
+        model.temperature = Temperature()
     if job.get("sparse"):
         model.model.embed_tokens.sparse = True
     if job.get("moe"):
@@ -132,7 +143,7 @@ def loss_of(engine, job: dict, tokens: torch.Tensor) -> torch.Tensor:
     output = engine(input_ids=tokens, labels=tokens)
     loss, bad = output.loss.float(), job.get("bad")
     if job.get("scalar"):
-        loss = loss * engine.module.temperature.float().sum()
+        loss = engine.module.temperature(loss)
     if bad is None or dist.get_rank() not in bad.get("ranks", [bad.get("rank")]):
         return loss
     if engine.global_steps < bad.get("from", 0):

@@ -52,6 +52,13 @@ def gather_partials(transport: Transport, mine_PW: Tensor, routes: Routes) -> li
     return [everybody_NMW[k, : counts[k]] for k in range(transport.size)]
 
 
+def sum_over_replicas(transport: Transport, own_W: Tensor, device: torch.device) -> Tensor:
+    """Sum of everybody's few numbers, [W] -> [W] on the CPU, added in rank order: the same bits on all ranks."""
+    everybody = torch.empty(transport.size * own_W.numel(), dtype=own_W.dtype, device=device)
+    transport.all_gather(everybody, own_W.to(device))
+    return everybody.cpu().view(transport.size, -1).sum(0)
+
+
 def gather_rows(transport: Transport, block_D: Tensor) -> Tensor:
     """Every replica's `block_D`, [D] -> [n, D]. n times the bytes of a reduction: for drills only."""
     out = torch.empty(transport.size * block_D.numel(), dtype=block_D.dtype, device=block_D.device)

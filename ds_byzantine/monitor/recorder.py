@@ -51,6 +51,20 @@ class Recorder:
         if len(lost) > f:
             self.unsafe[tensor] = lost
 
+    def own(self) -> Tensor:
+        """What this rank knows for its own chunks only, as numbers to be summed over the ranks: [2n + 1] float64."""
+        return torch.cat([self.local_distances, torch.tensor([*self.nonfinite, len(self.unsafe)]).double()])
+
+    def take(self, sums: Tensor, *, flags: bool) -> None:
+        """Take over the sums of all ranks' `own`; of the flags too, if this rank did not know those of all chunks."""
+        n = self.replicas
+        self.local_distances = sums[:n]
+        if not flags:
+            return
+        self.nonfinite = [int(count) for count in sums[n : 2 * n]]
+        if sums[-1] > 0 and not self.unsafe:
+            self.unsafe["a piece at another rank"] = [i for i, count in enumerate(self.nonfinite) if count]
+
     def event(self, step: int, distances_N: Tensor, sent: int) -> StepEvent:
         """The finished step. `distances_N`: squared distances summed over all chunks; `sent`: bytes."""
         dropped = [i for i, count in enumerate(self.nonfinite) if count]

@@ -20,7 +20,7 @@ from ds_byzantine.adapters.deepspeed.zero3 import Zero3
 from ds_byzantine.adapters.deepspeed.zero12 import Zero12
 from ds_byzantine.config import ByzantineConfig, parse_section
 from ds_byzantine.drills.injector import Injector
-from ds_byzantine.errors import ConfigError
+from ds_byzantine.errors import ConfigError, UnsupportedHostError
 from ds_byzantine.exchange.all_to_all import gather_rows
 from ds_byzantine.exchange.transport import TorchTransport, Transport
 from ds_byzantine.monitor.events import EventLog, RunEvent
@@ -89,6 +89,7 @@ def attach(engine: Any) -> Attachment | None:
     verify(_points(engine), deepspeed.__version__, points.SUPPORTED)
     refuse_unsupported(engine)
     transport = TorchTransport(engine.seq_data_parallel_group)
+    _refuse_model_scope_offload(engine, config)
     _agree(engine, transport, config)
     settled = _plan(engine, transport, config)
     attachment = Attachment(config, settled, None, Bindings())
@@ -157,6 +158,15 @@ def _plan(engine: Any, transport: Transport, config: ByzantineConfig) -> Plan:
         accumulation=int(engine.gradient_accumulation_steps()),
         everyone=_reduces_as_stage0(engine),
     )
+
+
+def _refuse_model_scope_offload(engine: Any, config: ByzantineConfig) -> None:
+    offload = getattr(engine._config.zero_config, "offload_optimizer", None)
+    if config.scope == "model" and offload is not None and str(offload.device).rsplit(".", 1)[-1] != "none":
+        raise UnsupportedHostError(
+            'byzantine.scope: "model" decides after the last bucket, but with offload_optimizer DeepSpeed moves each '
+            'bucket to the CPU at once. Use scope "tensor", or no offload.'
+        )
 
 
 def _agree(engine: Any, transport: Transport, config: ByzantineConfig) -> None:

@@ -22,8 +22,8 @@ def refuse_unsupported(engine: Any) -> None:
     """
     if engine.optimizer is None or type(engine.optimizer).__name__ in ("DummyOptim", "DeepSpeedZeRoOffload"):
         raise UnprotectedError(
-            'byzantine: this engine has no optimizer, so there is no gradient to protect. Pass an optimizer (or the "optimizer" '
-            'section), or remove the "byzantine" section from the config of an inference or evaluation engine.'
+            'byzantine: this engine has no optimizer, so there is no gradient to protect. Pass an optimizer (or the '
+            '"optimizer" section), or remove the "byzantine" section of an inference or evaluation engine.'
         )
     if not any(p.requires_grad for p in engine.module.parameters()):
         raise UnprotectedError("byzantine: no parameter of the model requires a gradient, so nothing is protected.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ds_byzantine.adapters._patch import Bindings
 from ds_byzantine.errors import UnsupportedHostError
-from ds_byzantine.pipeline import Held, ShardAggregator
+from ds_byzantine.pipeline import ShardAggregator
 from ds_byzantine.types import Bucket, Delivery, Layout, Segment, even_bounds
 
 # Elements per bucket: enough to keep the wire busy, small against the model. The host flattens up to 5e8 at a time.
@@ -57,18 +58,10 @@ def _bf16_gradients(engine: Any) -> Iterator[Named]:
 
 
 def _reduce_all(engine: Any, aggregator: ShardAggregator, named: list[Named], limit: int) -> None:
-    held: list[tuple[Held, list[Named]]] = []
     for group in _buckets(named, limit):
         bucket = _bucket(engine, aggregator.transport.size, group)
-        if aggregator.scope != "model":
-            aggregator.reduce(bucket)
-            _write_back(bucket.flat, group)
-        else:
-            held.append((aggregator.collect(bucket, keep=True), group))
-    if held:
-        aggregator.resolve([one for one, _ in held])
-        for one, group in held:
-            _write_back(one.bucket.flat, group)
+        aggregator.submit(bucket, partial(_write_back, group))
+    aggregator.flush()
 
 
 def _buckets(named: Iterable[Named], limit: int) -> Iterator[list[Named]]:
@@ -97,7 +90,7 @@ def _bucket(engine: Any, replicas: int, group: list[Named]) -> Bucket:
     return Bucket(flat, layout, 1.0 if mean else float(replicas))
 
 
-def _write_back(flat: Tensor, group: list[Named]) -> None:
+def _write_back(group: list[Named], flat: Tensor) -> None:
     start = 0
     for _, grad in group:
         grad.copy_(flat[start : start + grad.numel()].view_as(grad))

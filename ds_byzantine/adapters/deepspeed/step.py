@@ -88,8 +88,9 @@ class StepHook:
             more = f" (and {len(event.unsafe) - 1} more tensors)" if len(event.unsafe) > 1 else ""
             who = ", ".join(map(str, replicas))
             logger.warning(
-                "step %d is skipped: replicas %s sent NaN or Inf for %s%s, which are more than f=%d. If all do, the loss "
-                "has diverged or its scale is too high; if few do, they are faulty: raise byzantine.f or replace them.",
+                "step %d is skipped: replicas %s sent NaN or Inf for %s%s, which are more than f=%d. If all do, the "
+                "loss has diverged or its scale is too high; if few do, they are faulty: raise byzantine.f or replace "
+                "them.",
                 event.step, who, tensor, more, self.aggregator.aggregator.f,
             )  # fmt: skip
             return

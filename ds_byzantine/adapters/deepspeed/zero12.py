@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_byzantine.adapters._patch import Bindings
-from ds_byzantine.pipeline import ShardAggregator
+from ds_byzantine.pipeline import Commit, ShardAggregator
 from ds_byzantine.types import Bucket, Delivery, Layout, Segment, Slice, even_bounds
 
 ParamKey = tuple[int, int, int]  # (parameter group, index in the group, parameter id) as in the host's buckets
@@ -43,15 +44,39 @@ class Zero12:
         compact = "_buffered_reduce_fallback_preserving_fp32"  # since 0.19.8
         if hasattr(self.optimizer, compact):
             bindings.bind(self.optimizer, compact, self.buffered_reduce_fallback_preserving_fp32)
+        if self.aggregator.scope == "model":
+            self._bind_flush(bindings)
+
+    def _bind_flush(self, bindings: Bindings) -> None:
+        """Flush between the last bucket of a backward pass and the host's first look at the result."""
+        optimizer = self.optimizer
+        reduce_buckets, epilogue = optimizer.reduce_ipg_grads, optimizer.independent_gradient_partition_epilogue
+        in_epilogue = False
+
+        def reduce_ipg_grads(*args: Any, **kwargs: Any) -> None:
+            reduce_buckets(*args, **kwargs)
+            if in_epilogue:
+                if optimizer.overlap_comm and not _accelerator().resolves_data_dependency():
+                    _accelerator().synchronize()  # the rows were copied on the reduction stream
+                self.aggregator.flush()
+
+        def independent_gradient_partition_epilogue() -> None:
+            nonlocal in_epilogue
+            in_epilogue = True
+            try:
+                epilogue()
+            finally:
+                in_epilogue = False
+
+        bindings.bind(optimizer, "reduce_ipg_grads", reduce_ipg_grads)
+        bindings.bind(optimizer, "independent_gradient_partition_epilogue", independent_gradient_partition_epilogue)
 
     @torch.no_grad()
     def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         """In place of the host's: the bucket's own slices hold the aggregate afterwards."""
         params = list(self.optimizer.ipg_buckets[communication_data_type].params)
         with self._reduction_stream(communication_data_type):
-            flat = self._reduce(tensor, params, communication_data_type)
-            if flat is not tensor:
-                tensor.copy_(flat)
+            self._submit(tensor, params, communication_data_type, lambda flat: flat is tensor or tensor.copy_(flat))
 
     @torch.no_grad()
     def buffered_reduce_fallback(
@@ -79,19 +104,30 @@ class Zero12:
             return
         with self._reduction_stream(communication_data_type):
             flat = torch.cat([g.reshape(-1).to(communication_data_type) for g in grads])
-            flat = self._reduce(flat, list(grad_params), communication_data_type)
-            start = 0
-            for grad in grads:
-                grad.copy_(flat[start : start + grad.numel()].view_as(grad))
-                start += grad.numel()
+            self._submit(flat, list(grad_params), communication_data_type, partial(_write_back, list(grads)))
 
-    def _reduce(self, tensor: Tensor, params: list[ParamKey], dtype: torch.dtype) -> Tensor:
-        flat = tensor.to(dtype)
-        mean = getattr(self.optimizer, "gradient_average", True)
+    def _submit(self, tensor: Tensor, params: list[ParamKey], dtype: torch.dtype, write_back: Commit) -> None:
+        """Send the bucket on its way; the result goes where the host will look for it, now or after the last bucket."""
         layout = self._layout(params)
-        self.aggregator.reduce(Bucket(flat, layout, 1.0 if mean else float(layout.replicas)))
-        self._add_to_compact(flat, params)
-        return flat
+        mean = getattr(self.optimizer, "gradient_average", True)
+        later = self.aggregator.scope == "model"
+
+        def commit(flat: Tensor) -> None:
+            (partial(self._write_into_parameters, params) if later else write_back)(flat)
+            self._add_to_compact(flat, params)
+
+        self.aggregator.submit(Bucket(tensor.to(dtype), layout, 1.0 if mean else float(layout.replicas)), commit)
+
+    def _write_into_parameters(self, params: list[ParamKey], flat: Tensor) -> None:
+        """This rank's slices into the gradients that the host has kept: its buckets have been used again since."""
+        start = 0
+        for group, index, param_id in params:
+            param = self.optimizer.bit16_groups[group][index]
+            grad = self.optimizer.get_gradient_for_reduction(param)
+            for piece in self._slices(group, param_id, param.numel(), 0):
+                if piece.owner == self.aggregator.transport.rank and grad is not None:
+                    grad.view(-1)[piece.start : piece.stop] = flat[start + piece.start : start + piece.stop]
+            start += param.numel()
 
     def _layout(self, params: list[ParamKey]) -> Layout:
         key = tuple(params)
@@ -135,9 +171,7 @@ class Zero12:
     @contextmanager
     def _reduction_stream(self, dtype: torch.dtype) -> Iterator[None]:
         """The host's stream discipline: wait for all streams that filled the bucket, work on its reduction stream."""
-        from deepspeed.accelerator import get_accelerator
-
-        accelerator, optimizer = get_accelerator(), self.optimizer
+        accelerator, optimizer = _accelerator(), self.optimizer
         current = accelerator.current_stream()
         stream = optimizer.reduction_stream if optimizer.overlap_comm else current
         if not accelerator.resolves_data_dependency():
@@ -150,3 +184,16 @@ class Zero12:
                 current.wait_stream(stream)
         with accelerator.stream(stream):
             yield
+
+
+def _write_back(grads: list[Tensor], flat: Tensor) -> None:
+    start = 0
+    for grad in grads:
+        grad.copy_(flat[start : start + grad.numel()].view_as(grad))
+        start += grad.numel()
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()

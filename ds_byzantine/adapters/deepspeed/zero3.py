@@ -34,6 +34,16 @@ class Zero3:
         """Replace both reductions on the instance."""
         bindings.bind(self.optimizer, f"{MANGLED}__avg_scatter_grads", self.avg_scatter_grads)
         bindings.bind(self.optimizer, f"{MANGLED}__avg_scatter_contiguous_grads", self.avg_scatter_contiguous_grads)
+        if self.aggregator.scope == "model":
+            epilogue = self.optimizer.independent_gradient_partition_epilogue
+
+            def independent_gradient_partition_epilogue() -> None:
+                epilogue()
+                self.aggregator.flush()
+
+            bindings.bind(
+                self.optimizer, "independent_gradient_partition_epilogue", independent_gradient_partition_epilogue
+            )
 
     @torch.no_grad()
     def avg_scatter_grads(self, params_to_reduce: Sequence[Any], communication_data_type: torch.dtype) -> list[Tensor]:
@@ -50,15 +60,27 @@ class Zero3:
     def _reduce(self, params: list[Any], dtype: torch.dtype) -> list[Tensor]:
         transport = self.aggregator.transport
         layout = self._layout(params)
-        flat = self._packed(params, dtype)
-        self.aggregator.reduce(Bucket(flat, layout, self._scale()))
-        start = layout.bounds[transport.rank]
-        partitions = []
-        for param in params:
-            size = _share(param.grad.numel(), transport.size, transport.rank)
-            partitions.append(flat[start : start + size].to(self.optimizer.gradient_accumulation_dtype))
-            start += size
-        return partitions
+        shares = [_share(param.grad.numel(), transport.size, transport.rank) for param in params]
+        partitions: list[Tensor] = []
+
+        def partition(flat: Tensor) -> None:
+            own = flat[layout.bounds[transport.rank] : layout.bounds[transport.rank + 1]]
+            partitions[:] = torch.split(own.to(self.optimizer.gradient_accumulation_dtype), shares)
+
+        if self.aggregator.scope != "model":
+            self.aggregator.submit(Bucket(self._packed(params, dtype), layout, self._scale()), partition)
+            return partitions
+
+        def add_later(flat: Tensor) -> None:
+            partition(flat)
+            held = getattr(self.optimizer, f"{MANGLED}__param_id_to_grad_partition")
+            for ds_id, part in zip(ids, partitions, strict=True):
+                held[ds_id].view(-1)[: part.numel()].add_(part)
+
+        ids = [param.ds_id for param in params]
+        self.aggregator.submit(Bucket(self._packed(params, dtype), layout, self._scale()), add_later)
+        nothing = params[0].grad.new_zeros(sum(shares), dtype=self.optimizer.gradient_accumulation_dtype)
+        return list(torch.split(nothing, shares))  # the host copies or adds these now; `flush` adds the real ones
 
     def _packed(self, params: list[Any], dtype: torch.dtype) -> Tensor:
         """The gradients by rank, then by parameter: [rank 0's share of p0, of p1, ..., rank 1's share of p0, ...]."""
