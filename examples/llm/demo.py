@@ -45,9 +45,9 @@ class Size:
 
 REAL = Size(
     "SmolLM2-135M, all weights, fp32, ZeRO-2",
-    steps=20,
-    attack_from=4,
-    options=("--seq-len=64", "--batch=1", "--lr=5e-5", "--warmup=2", "--eval-every=5", "--heldout=20"),
+    steps=15,
+    attack_from=3,
+    options=("--seq-len=64", "--batch=1", "--lr=5e-5", "--warmup=2", "--eval-every=3", "--heldout=20"),
 )
 FAST = Size(
     "A tiny Llama with random weights, fp32, ZeRO-2",

@@ -37,8 +37,6 @@ def environment(cache: Path) -> dict[str, str]:
         "TORCH_EXTENSIONS_DIR": str(cache / "torch_extensions"),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "TOKENIZERS_PARALLELISM": "false",
-        # Gradient-sized blocks come and go in every step: let malloc keep them instead of faulting the pages in anew.
-        "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184",
     }
 
 
