@@ -52,8 +52,8 @@ REAL = Size(
 FAST = Size(
     "A tiny Llama with random weights, fp32, ZeRO-2",
     steps=60,
-    attack_from=10,
-    options=("--tiny", "--seq-len=64", "--batch=32", "--lr=2e-3", "--warmup=4", "--eval-every=5", "--heldout=40"),
+    attack_from=30,
+    options=("--tiny", "--seq-len=64", "--batch=8", "--lr=2e-3", "--warmup=4", "--eval-every=5", "--heldout=40"),
 )
 
 
