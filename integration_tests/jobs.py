@@ -221,7 +221,7 @@ def full_weights(engine) -> dict[str, torch.Tensor]:
                 held = p.detach().clone()
         else:
             # In float32 the parameter is the master weight. (With round_robin_gradients the map to it is wrong.)
-            low = p.dtype != torch.float32 and getattr(p, "_hp_mapping", None) is not None
+            low = p.dtype != torch.float32 and hasattr(p, "_hp_mapping")
             held = safe_get_full_fp32_param(p) if low else None
         out[name] = (p if held is None else held).detach().float().clone()
     return out

@@ -53,10 +53,10 @@ def test_mean_equals_stock_in_low_precision(low_precision, name):
     """Stock sums in bf16 or fp16 (8 or 11 bits), the rule in float32 and rounds once.
 
     The gradients differ by about one unit in the last place, 2^-8; over 5 steps of SGD at lr 0.2 the weights (of order
-    1) stay within 4e-3.
+    1) stay within 2e-3.
     """
     stock, ours = both(low_precision, name)
     assert stock["optimizer"] == ours["optimizer"]
-    assert worst(stock["weights"], ours["weights"]) <= 4e-3
+    assert worst(stock["weights"], ours["weights"]) <= 2e-3
     assert ours["losses"] == pytest.approx(stock["losses"], rel=5e-3)
     assert ours["skipped"] == stock["skipped"]

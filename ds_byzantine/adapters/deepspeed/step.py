@@ -107,8 +107,8 @@ class StepHook:
     def _host_skips(self, unsafe: bool) -> Iterator[None]:
         """Make DeepSpeed skip a step whose gradient is not finite, also where it has no check of its own.
 
-        With fp16, and by the gradient norm in most other modes, it skips by itself. Stage 0 in float32, and stages 1 and
-        2 with both checks switched off, would write NaN into the weights.
+        With fp16, and by the gradient norm in most other modes, it skips by itself. Stage 0 in float32, and stages 1
+        and 2 with both checks switched off, would write NaN into the weights.
         """
         optimizer = self.engine.optimizer
         if not unsafe:
