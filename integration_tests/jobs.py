@@ -172,6 +172,37 @@ def train(job: dict) -> dict:
     return result
 
 
+def save(job: dict) -> dict:
+    """Train two steps and save."""
+    engine = engine_of(job)
+    losses = steps(engine, job, 0, 2)
+    engine.save_checkpoint(job["directory"], tag="saved")
+    result = outcome(engine, job, losses)
+    engine.destroy()
+    return result
+
+
+def resume(job: dict) -> dict:
+    """Go on for two steps from a checkpoint."""
+    directory = own_directory(job)
+    engine = engine_of(job)
+    path, _ = engine.load_checkpoint(job["directory"], tag=job["tag"])
+    assert path, "nothing was loaded"
+    before = held_out_loss(engine)
+    losses = steps(engine, job, 2, 4)
+    result = outcome(engine, job, losses)
+    result["held_out_before"] = before
+    result["events"] = events(directory)
+    engine.destroy()
+    return result
+
+
+def save_and_resume(job: dict) -> dict:
+    """Two steps, a new engine from the checkpoint, two more."""
+    save(job)
+    return resume({**job, "tag": "saved"})
+
+
 def own_directory(job: dict) -> Path | None:
     """Give the job a monitor directory of its own."""
     section = job.get("byzantine")
@@ -240,13 +271,18 @@ def full_gradients(engine) -> dict[str, torch.Tensor]:
     return out
 
 
+def held_out_loss(engine) -> float:
+    """Loss on text that no rank trains on."""
+    with torch.no_grad():
+        tokens = batch(10**6, 32, held_out=True)
+        return float(engine(input_ids=tokens, labels=tokens).loss)
+
+
 def outcome(engine, job: dict, losses: list[float]) -> dict:
     """Weights, a checksum over all ranks, the held-out loss."""
     weights = full_weights(engine)
     checksum = torch.stack([w.double().sum() + w.double().abs().sum() for w in weights.values()])
-    with torch.no_grad():
-        tokens = batch(10**6, 32, held_out=True)
-        held_out = float(engine(input_ids=tokens, labels=tokens).loss)
+    held_out = held_out_loss(engine)
     norm = engine.get_global_grad_norm() if hasattr(engine, "get_global_grad_norm") else None
     return {
         "weights": weights if dist.get_rank() == 0 else None,
@@ -264,6 +300,26 @@ def outcome(engine, job: dict, losses: list[float]) -> dict:
 
 def _is_ours(value: object) -> bool:
     return callable(value) and str(getattr(value, "__module__", "")).startswith("ds_byzantine")
+
+
+def traffic(job: dict) -> dict:
+    """One step, counting what DeepSpeed's own collectives carry between forward and step."""
+    import tampering
+
+    directory = own_directory(job)
+    engine = engine_of(job)
+    tokens = batch(dist.get_rank(), 4)
+    loss = loss_of(engine, job, tokens)
+    seen = tampering.count_collectives()
+    engine.backward(loss)
+    tampering.count_no_more()
+    engine.step()
+    trainable = [p for p in engine.module.parameters() if p.requires_grad]
+    return {
+        "collectives": dict(seen),
+        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in trainable),
+        "events": events(directory),
+    }
 
 
 def refuse(job: dict) -> dict:
