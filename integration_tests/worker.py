@@ -6,6 +6,7 @@ costs 10 to 20 s of imports, so one world runs many jobs.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -40,10 +41,9 @@ def main(jobs_file: str, results: str) -> None:
 
 
 def run(job: dict) -> dict:
-    """Run one job; the keys of `job` are listed in jobs.py."""
-    import jobs
-
-    return getattr(jobs, job.get("kind", "train"))(job)
+    """Run one job: function `kind` of `module`; the keys of a training job are listed in jobs.py."""
+    module = importlib.import_module(job.get("module", "jobs"))
+    return getattr(module, job.get("kind", "train"))(job)
 
 
 @contextmanager
