@@ -30,7 +30,11 @@ class LocalWorld:
         self._posted: list[list[Tensor]] = [[] for _ in range(size)]
 
     def run(self, job: Callable[[LocalTransport], Result]) -> list[Result]:
-        """Run `job` on every rank at once; the results in rank order. The first exception of any rank is raised."""
+        """Run `job` on every rank at once; the results in rank order.
+
+        Raises:
+            The first exception of any rank; RuntimeError if some ranks take part in fewer collectives than others.
+        """
         results: list[Result | None] = [None] * self.size
         errors: list[BaseException] = []
 
@@ -50,6 +54,8 @@ class LocalWorld:
             thread.join()
         if errors:
             raise errors[0]
+        if self._barrier.broken:
+            raise RuntimeError("the ranks did not take part in the same collectives: some waited until the timeout.")
         return results  # type: ignore[return-value]
 
     def swap(self, rank: int, parts: list[Tensor]) -> list[Tensor]:

@@ -65,14 +65,16 @@ def partial_basis(rows_ND: Tensor) -> Tensor:
         rows_ND: rows, [n, D], floating.
 
     Returns:
-        [n+1, n+1] float64 on the rows' device; zeros if D = 0. See `Geometry` for what it is good for. If a row is not
-        finite, some number on the diagonal is not finite either.
+        [n+1, n+1] float64 on the rows' device; zeros if D = 0 or n = 0. See `Geometry` for what it is good for. If a
+        row is not finite, some number on the diagonal is not finite either.
 
     Reference:
         Centring by the coordinate-wise median; error figures in docs/numerics.md.
     """
     n = rows_ND.shape[0]
     total = torch.zeros(n + 1, n + 1, dtype=torch.float64, device=rows_ND.device)
+    if n == 0:  # all rows of a piece were NaN: they have no median
+        return total
     buffer_EB: Tensor | None = None
     with full_float32():
         for block_NB in column_blocks(rows_ND):
