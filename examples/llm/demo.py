@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ def main() -> int:
     parser.add_argument("--report-only", action="store_true", help="no training: report on what --out holds")
     args = parser.parse_args()
     console, began = Console(), time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the ranks are ended too
     if args.report_only:
         return report_again(args.out, console)
     if not entry_points(group="torch.backends", name="ds_byzantine"):
@@ -76,8 +78,12 @@ def main() -> int:
     try:
         outcomes = run_all(args, size, console)
     except LaunchError as error:
-        console.print(f"[bold red]{error.args[0]}[/]\n{error.log_tail}", highlight=False, markup=True)
+        console.print(error.args[0], style="bold red", highlight=False, markup=False)
+        console.print(error.log_tail, highlight=False, markup=False)
         return 2
+    except KeyboardInterrupt:
+        console.print("stopped; no process is left behind")
+        return 130
     summary = Summary(
         model=size.label,
         ranks=args.ranks,
