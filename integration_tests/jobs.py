@@ -13,6 +13,7 @@ import os
 import pydoc_data.topics
 import shutil
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ SEQUENCE = 24
 VOCABULARY = 96
 
 
+@lru_cache(maxsize=1)
 def text() -> torch.Tensor:
     """Printable ASCII of Python's own help topics, as tokens 0..95."""
     joined = "\n".join(pydoc_data.topics.topics[k] for k in sorted(pydoc_data.topics.topics))
