@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
@@ -20,9 +21,7 @@ def _cuts(draw: st.DrawFn, numel: int, parts: int) -> list[int]:
 
 
 @st.composite
-def layouts(
-    draw: st.DrawFn, n: int, deliveries: tuple[Delivery, ...] = tuple(Delivery), largest: int = 40
-) -> Layout:
+def layouts(draw: st.DrawFn, n: int, deliveries: tuple[Delivery, ...] = tuple(Delivery), largest: int = 40) -> Layout:
     """Tensors, chunks and owners cut anywhere; now and then equal chunks, or ZeRO 3's share of each tensor per rank."""
     style = draw(st.sampled_from(["any", "even", "shares"]))
     delivery = draw(st.sampled_from(deliveries))
@@ -32,7 +31,7 @@ def layouts(
     else:
         numel = draw(st.integers(1, largest))
         edges = sorted(set(_cuts(draw, numel, draw(st.integers(1, 4)))))
-        spans = list(zip(edges, edges[1:], strict=False))
+        spans = list(pairwise(edges))
         names = [f"t{draw(st.integers(0, len(spans)))}" for _ in spans]  # a tensor may come in several segments
         segments = tuple(Segment(name, a, b) for name, (a, b) in zip(names, spans, strict=True))
         bounds = even_bounds(numel, n) if style == "even" else tuple(_cuts(draw, numel, n))
@@ -40,7 +39,7 @@ def layouts(
     if delivery is Delivery.OWNERS:
         edges = _cuts(draw, bounds[-1], draw(st.integers(1, 5)))
         who = st.integers(-1, n - 1)  # -1: nobody's
-        found = [(draw(who), a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+        found = [(draw(who), a, b) for a, b in pairwise(edges) if a < b]
         owners = tuple(Slice(*piece) for piece in found if piece[0] >= 0)
     return Layout(segments, bounds, delivery, owners)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -62,7 +64,7 @@ def expected_bytes(layout: Layout, rank: int) -> int:
     chunk = set(range(bounds[rank], bounds[rank + 1]))
     sent = layout.numel - len(chunk)
     if layout.delivery is Delivery.EVERYONE:
-        sent += (n - 1) * max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+        sent += (n - 1) * max(b - a for a, b in pairwise(bounds))
     elif layout.delivery is Delivery.OWNERS:
         sent += sum(len(chunk & set(range(s.start, s.stop))) for s in layout.owners if s.owner != rank)
     return sent
@@ -98,7 +100,7 @@ def test_routes_agree_with_the_layout(layout: Layout) -> None:
     n = layout.replicas
     everybody = [routes(layout, rank) for rank in range(n)]
     for rank, route in enumerate(everybody):
-        assert route.sizes == tuple(b - a for a, b in zip(layout.bounds, layout.bounds[1:], strict=False))
+        assert route.sizes == tuple(b - a for a, b in pairwise(layout.bounds))
         assert route.pieces == everybody[0].pieces
         assert route.receive_sizes == tuple(other.send_sizes[rank] for other in everybody)
         assert sum(s.stop - s.start for s in route.send) == sum(route.send_sizes)
