@@ -153,7 +153,17 @@ ATTACKED_HOSTS: dict[str, dict] = {
     "z1": {"stage": 1},
     "z1_bf16_optimizer": {"stage": 1, "ds": {**BF16, **FP32_ACCUMULATION}},
     "z2": {"stage": 2},
-    "z2_adamw": {"stage": 2, "optimizer": "adamw", "lr": 1e-2, "ds": {"gradient_clipping": 1.0}},
+    "z2_adamw": {
+        "stage": 2,
+        "optimizer": "adamw",
+        "lr": 1e-2,
+        "steps": 60,
+        "micro_batch": 8,
+        "ds": {"gradient_clipping": 1.0},
+        # The default rule shortens a reversed row but keeps it; with AdamW at this batch size that slows training down
+        # by about a tenth of the loss. A rule that removes the row does not.
+        "rule": {"f": 1, "rule": "caf_gated"},
+    },
     "z3": {"stage": 3},
 }
 
@@ -166,5 +176,6 @@ def attacked() -> list[dict]:
         jobs.append({**base, "name": f"{host}.clean"})
         for attack, bad in ATTACKS.items():
             jobs.append({**base, "name": f"{host}.{attack}.mean", "bad": bad})
-            jobs.append({**base, "name": f"{host}.{attack}.rule", "bad": bad, "byzantine": {"f": 1}})
+            section = dict(job.get("rule", {"f": 1}))
+            jobs.append({**base, "name": f"{host}.{attack}.rule", "bad": bad, "byzantine": section})
     return jobs
