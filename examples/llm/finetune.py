@@ -20,6 +20,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import deepspeed
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -129,6 +130,7 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
+    deepspeed.init_distributed()  # before the model too: ZeRO-3 has to know over how many ranks it shards
     torch.manual_seed(args.seed)
     train, heldout = split_blocks(token_ids(args), args)
     args.out.mkdir(parents=True, exist_ok=True)
