@@ -111,6 +111,10 @@ class StepHook:
         and 2 with both checks switched off, would write NaN into the weights.
         """
         optimizer = self.engine.optimizer
+        if self.engine.zero_optimization() and not hasattr(optimizer, "bf16_groups"):
+            # HACK 0.18.3-0.19.7: without fp16, stage 3 obeys this flag but never sets it, and stages 1 and 2 never
+            # reset it, so that one skipped step would be followed by nothing but skipped steps.
+            optimizer.overflow = unsafe
         if not unsafe:
             yield
         elif hasattr(optimizer, "check_grad_overflow"):
