@@ -1,0 +1,162 @@
+"""The event file and the books of a step."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_byzantine.monitor.events import SCHEMA, EventLog, RunEvent, StepEvent
+from ds_byzantine.monitor.recorder import Recorder
+
+RUN = RunEvent("0.1.0", "nnm + median", f=1, replicas=4, scope="tensor", stage=2, host="DeepSpeed", ranks={"0": [0]})
+
+
+def step(number: int = 0, **changes: Any) -> StepEvent:
+    given: dict[str, Any] = {
+        "step": number,
+        "kept": [0, 1, 3],
+        "dropped": [2],
+        "nonfinite": [0, 0, 1, 0],
+        "distances": [1.0, 2.0, None, 3.0],
+        "suspect": 2,
+        "unsafe": {},
+        "bytes": 10,
+        "stock_bytes": 20,
+        "exchange_ms": 0.5,
+        "rule_ms": 0.25,
+    }
+    return StepEvent(**(given | changes))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_event_can_be_read_while_the_file_is_open(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "new" / "folder")
+    log.write(RUN)
+    assert [(e["kind"], e["schema"]) for e in lines(log.path)] == [("run", SCHEMA)]
+    for number in range(3):
+        log.write(step(number))
+        assert lines(log.path)[-1]["step"] == number
+    log.close()
+    assert len(lines(log.path)) == 4
+
+
+def test_fields_of_an_event(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.write(RUN)
+    log.write(step(7, unsafe={"layer.weight": [0, 2]}))
+    log.close()
+    run, one = lines(log.path)
+    assert run["rule"] == "nnm + median"
+    assert run["ranks"] == {"0": [0]}
+    assert run["drill"] is None
+    assert (one["kind"], one["step"], one["suspect"], one["distances"]) == ("step", 7, 2, [1.0, 2.0, None, 3.0])
+    assert one["unsafe"] == {"layer.weight": [0, 2]}
+
+
+def test_what_json_cannot_say_becomes_null(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.write(step(distances=[math.nan, math.inf, -math.inf, 0.1234567891234], rule_ms=math.nan))
+    log.close()
+    [event] = lines(log.path)
+    assert event["distances"] == [None, None, None, 0.123456789]
+    assert event["rule_ms"] is None
+
+
+def test_a_new_run_is_appended(tmp_path: Path) -> None:
+    for _ in range(2):
+        log = EventLog(tmp_path)
+        log.write(RUN)
+        log.close()
+    assert [e["kind"] for e in lines(log.path)] == ["run", "run"]
+
+
+def test_a_closed_log_and_a_folder_that_cannot_be_made_are_errors(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.close()
+    log.close()
+    with pytest.raises(ValueError, match="closed"):
+        log.write(RUN)
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(OSError, match="file"):
+        EventLog(tmp_path / "file" / "below")
+
+
+def flags(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.bool)
+
+
+def test_recorder_counts_rows_that_are_not_finite() -> None:
+    recorder = Recorder(3)
+    recorder.saw("a", flags(1, 1, 1), f=1)
+    recorder.saw("b", flags(1, 0, 1), f=1)
+    recorder.saw("c", flags(0, 0, 1), f=1)
+    event = recorder.event(4, torch.tensor([4.0, 9.0, 16.0], dtype=torch.float64), sent=5)
+    assert (event.step, event.bytes) == (4, 5)
+    assert (event.kept, event.dropped, event.nonfinite) == ([2], [0, 1], [1, 2, 0])
+    assert event.unsafe == {"c": [0, 1]}
+    assert event.distances == [None, None, 4.0]
+    assert event.suspect == 0
+    assert recorder.tensors == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("distances", "suspect"),
+    [([1.0, 4.0, 2.0], 1), ([4.0, 4.0, 1.0], 0), ([0.0, 0.0, 0.0], None), ([0.0, 0.0, 1e-30], 2)],
+)
+def test_suspect_is_the_farthest_replica(distances: list[float], suspect: int | None) -> None:
+    event = Recorder(3).event(0, torch.tensor(distances, dtype=torch.float64), sent=0)
+    assert event.suspect == suspect
+    assert event.distances == [d**0.5 for d in distances]
+
+
+def test_recorder_starts_anew() -> None:
+    recorder = Recorder(2)
+    recorder.saw("a", flags(0, 0), f=0)
+    recorder.local_distances += 3.0
+    recorder.global_distances += 3.0
+    recorder.stock_bytes = 8
+    with recorder.timed("rule"):
+        pass
+    assert recorder.milliseconds["rule"] > 0
+    first = recorder.event(0, torch.zeros(2, dtype=torch.float64), sent=0)
+    recorder.reset()
+    again = recorder.event(1, recorder.global_distances + recorder.local_distances, sent=0)
+    assert again == Recorder(2).event(1, torch.zeros(2, dtype=torch.float64), sent=0)
+    assert first.nonfinite == [1, 1]  # an event does not change afterwards
+    assert first.unsafe == {"a": [0, 1]}
+
+
+def test_sums_over_ranks() -> None:
+    """Two ranks that know their own chunks only."""
+    ranks = [Recorder(2), Recorder(2)]
+    ranks[0].saw("a", flags(1, 0), f=0)
+    ranks[1].saw("b", flags(1, 1), f=0)
+    for rank, recorder in enumerate(ranks):
+        recorder.local_distances += torch.tensor([1.0, 10.0]) * (rank + 1)
+    sums = ranks[0].own() + ranks[1].own()
+    for recorder in ranks:
+        recorder.take(sums, flags=True)
+        event = recorder.event(0, recorder.local_distances, sent=0)
+        assert event.nonfinite == [0, 1]
+        assert event.distances[0] == pytest.approx(3.0**0.5)
+        assert list(event.unsafe.values()) == [[1]]
+    assert "a" in ranks[0].unsafe
+
+
+def test_sums_leave_the_flags_alone_where_they_are_known_everywhere() -> None:
+    recorder = Recorder(2)
+    recorder.saw("a", flags(1, 0), f=1)
+    recorder.take(2 * recorder.own(), flags=False)
+    assert recorder.nonfinite == [0, 1]
+    assert recorder.unsafe == {}
