@@ -3,8 +3,8 @@
     tap -> scatter rows -> partial statistics -> all-gather -> verdict per tensor -> combine -> deliver -> record
 
 Host adapters call `ShardAggregator.submit` where the host would have averaged, and `end_step` once per optimizer step.
-With `scope: model` the verdict has to wait for the last bucket: there `submit` only sends the rows, and `flush` does the
-rest for all buckets at once.
+With `scope: model` the verdict has to wait for the last bucket: there `submit` only sends the rows, and `flush` does
+the rest for all buckets at once.
 """
 
 from __future__ import annotations

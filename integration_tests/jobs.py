@@ -105,8 +105,6 @@ def ds_config(job: dict) -> dict:
     }
     if job.get("optimizer", "sgd") == "adamw":
         config["optimizer"] = {"type": "AdamW", "params": {"lr": job.get("lr", 3e-3), "torch_adam": True}}
-    if job.get("optimizer") == "muon":
-        config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-3}}
     if job.get("byzantine") is not None:
         config["byzantine"] = job["byzantine"]
     return merged(config, job.get("ds", {}))
@@ -137,7 +135,20 @@ def engine_of(job: dict):
     options = {"model_parameters": trainable}
     if job.get("optimizer", "sgd") == "sgd":
         options["optimizer"] = torch.optim.SGD(trainable, lr=job.get("lr", 0.2), momentum=0.5)
+    if job.get("optimizer") == "muon":  # built here: from the JSON, DeepSpeed would compile FusedAdam for minutes
+        options["optimizer"] = muon(trainable)
     return deepspeed.initialize(model=model, config=ds_config(job), **options)[0]
+
+
+def muon(trainable: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """DeepSpeed's Muon on the matrices, its own Adam on the rest."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    matrices = [p for p in trainable if p.dim() == 2]
+    for p in matrices:
+        p.use_muon = True
+    others = [p for p in trainable if p.dim() != 2]
+    return MuonWithAuxAdam([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])
 
 
 def loss_of(engine, job: dict, tokens: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ FP16 = {"fp16": {"enabled": True}}
 BAD: dict[str, tuple[dict, str, list[str]]] = {
     "unknown_key": ({"byzantine": {"rull": "median"}}, "ConfigError", ["byzantine.rull", '"rule"']),
     "unknown_rule": ({"byzantine": {"rule": "medain"}}, "ConfigError", ["byzantine.rule", '"median"']),
-    "auto": ({"byzantine": {"f": "auto"}}, "ConfigError", ["byzantine.f", "auto", "leave"]),
+    "auto": ({"byzantine": {"f": "auto"}}, "ConfigError", ["byzantine.f", "auto", "Leave the key out"]),
     "not_an_object": ({"byzantine": True}, "ConfigError", ["byzantine", "object"]),
     "f_as_text": ({"byzantine": {"f": "1"}}, "ConfigError", ["byzantine.f"]),
     "f_negative": ({"byzantine": {"f": -1}}, "ConfigError", ["byzantine.f"]),
@@ -66,7 +66,7 @@ BAD: dict[str, tuple[dict, str, list[str]]] = {
                         "full_warm_up_rounds": 0,
                         "overlap_step": False,
                         "select_strategy": "step",
-                        "select_interval": 1,
+                        "select_interval": 8,
                     },
                 },
             },
@@ -83,7 +83,8 @@ BAD: dict[str, tuple[dict, str, list[str]]] = {
         "UnsupportedHostError",
         ["tensor parallel"],
     ),
-    "all_frozen": ({"stage": 0, "freeze": ""}, "UnprotectedError", ["no"]),
+    "no_optimizer": ({"stage": 0, "optimizer": "none"}, "UnprotectedError", ["no optimizer"]),
+    "all_frozen": ({"stage": 0, "freeze": "", "optimizer": "none"}, "UnprotectedError", ["no"]),
     "no_step": ({"kind": "no_backward", "stage": 0}, "UnprotectedError", ["no gradient has passed"]),
     "boundary_unmanaged": (
         {"stage": 2, "ds": {"managed_gradient_accumulation": False}, "byzantine": {"aggregate_at": "boundary"}},
@@ -95,9 +96,11 @@ BAD: dict[str, tuple[dict, str, list[str]]] = {
 
 
 def table():
-    return [
-        {"kind": "refuse", "stage": 2, "byzantine": {}, **job, "name": name} for name, (job, _, _) in BAD.items()
-    ] + [{"name": "afterwards", "stage": 2, "steps": 2, "byzantine": {"f": 1}}]
+    """Tensor parallelism comes last: DeepSpeed keeps its process groups for the rest of the process."""
+    jobs = [{"kind": "refuse", "stage": 2, "byzantine": {}, **job, "name": name} for name, (job, _, _) in BAD.items()]
+    last = [job for job in jobs if job["name"] == "tensor_parallel"]
+    fit = {"name": "afterwards", "stage": 2, "steps": 2, "byzantine": {"f": 1}}
+    return [job for job in jobs if job not in last] + [fit] + last
 
 
 @pytest.fixture(scope="module")

@@ -79,11 +79,9 @@ def _precision(engine: Any) -> Iterator[str]:
 
 
 def _optimizers(engine: Any) -> Iterator[str]:
-    names = {type(o).__name__.lower() for o in (engine.optimizer, getattr(engine, "basic_optimizer", None)) if o}
-    names.add(str(engine.optimizer_name() or "").lower())
-    if any("muon" in name for name in names) or any(
-        getattr(p, "use_muon", False) and "muon" in "".join(names) for p in engine.module.parameters()
-    ):
+    basic = type(getattr(engine, "basic_optimizer", None) or engine.optimizer)
+    names = {basic.__name__.lower(), str(engine.optimizer_name() or "").lower()}
+    if "muon" in names or basic.__module__.startswith("deepspeed.runtime.zero.muon"):
         yield "optimizer Muon: it gathers and orthogonalises gradients before the step; untested. Use AdamW."
     if any(name in COMPRESSED_OPTIMIZERS for name in names):
         yield "1-bit optimizers: they communicate compressed momentum inside step(). Use AdamW."
