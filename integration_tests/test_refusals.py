@@ -55,9 +55,9 @@ BAD: dict[str, tuple[dict, str, list[str]]] = {
     "zenflow": (
         {
             "stage": 2,
-            "optimizer": "adamw",
             "ds": {
                 **BF16,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},  # read by ZenFlow; the client's SGD is used
                 ZERO: {
                     "offload_optimizer": {"device": "cpu", "pin_memory": False},
                     "zenflow": {
