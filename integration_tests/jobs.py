@@ -135,6 +135,8 @@ def engine_of(job: dict):
     options = {"model_parameters": trainable}
     if job.get("optimizer", "sgd") == "sgd":
         options["optimizer"] = torch.optim.SGD(trainable, lr=job.get("lr", 0.2), momentum=0.5)
+    if job.get("freeze_late"):
+        model.requires_grad_(False)
     if job.get("optimizer") == "muon":  # built here: from the JSON, DeepSpeed would compile FusedAdam for minutes
         options["optimizer"] = muon(trainable)
     return deepspeed.initialize(model=model, config=ds_config(job), **options)[0]

@@ -84,7 +84,7 @@ BAD: dict[str, tuple[dict, str, list[str]]] = {
         ["tensor parallel"],
     ),
     "no_optimizer": ({"stage": 0, "optimizer": "none"}, "UnprotectedError", ["no optimizer"]),
-    "all_frozen": ({"stage": 0, "freeze": "", "optimizer": "none"}, "UnprotectedError", ["no"]),
+    "all_frozen": ({"stage": 0, "freeze_late": True}, "UnprotectedError", ["no parameter"]),
     "no_step": ({"kind": "no_backward", "stage": 0}, "UnprotectedError", ["no gradient has passed"]),
     "boundary_unmanaged": (
         {"stage": 2, "ds": {"managed_gradient_accumulation": False}, "byzantine": {"aggregate_at": "boundary"}},
