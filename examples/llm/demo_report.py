@@ -151,7 +151,7 @@ def _draw_losses(axes: Axes, summary: Summary, outcomes: list[Outcome]) -> None:
     axes.annotate(note, (summary.attack_from, 0.97), xycoords=("data", "axes fraction"), xytext=(6, 0),
                   textcoords="offset points", va="top", fontsize=8.5, color="#555555")  # fmt: skip
     axes.set(xlabel="optimizer step", ylabel="held-out loss", title="Held-out loss")
-    axes.legend(loc="center left", frameon=False, bbox_to_anchor=(0.02, 0.6))
+    axes.legend(loc="best", frameon=False)
     axes.grid(axis="y", color="#eeeeee")
 
 
