@@ -74,6 +74,7 @@ class ShardAggregator:
         self.workspace = Workspace()
         self.recorder = Recorder(transport.size)
         self._sent_before = 0
+        self._device = torch.device("cpu")  # of the last bucket: where the transport can send from
         self._held: list[Held] = []
 
     @torch.no_grad()
@@ -111,6 +112,8 @@ class ShardAggregator:
         if self.tap is not None:
             self.tap(bucket.flat, self.step)
         route = routes(bucket.layout, self.transport.rank)
+        self._device = bucket.flat.device
+        self.recorder.tensors.update(route.tensors)
         self._count_stock(bucket)
         with self.recorder.timed("exchange"):
             workspace = Workspace() if self.scope == "model" else self.workspace
@@ -169,7 +172,6 @@ class ShardAggregator:
         verdict = self._judge(["all tensors"], finite_TN, basis_TEE, {0})[0]
         for one in held:
             one.verdicts = [verdict] * len(one.routes.tensors)
-            self.recorder.tensors.update(one.routes.tensors)
 
     def _statistics(self, one: Held, kept_N: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return agreed_statistics(
@@ -211,8 +213,7 @@ class ShardAggregator:
         """Sum over the ranks what each of them knows for its own chunks only."""
         shard = self.scope == "shard"
         if shard or not self.aggregator.output_is_point:
-            device = next(iter(self.workspace.devices()), torch.device("cpu"))
-            self.recorder.take(sum_over_replicas(self.transport, self.recorder.own(), device), flags=shard)
+            self.recorder.take(sum_over_replicas(self.transport, self.recorder.own(), self._device), flags=shard)
 
     def _count_stock(self, bucket: Bucket) -> None:
         """Bytes of a ring all-reduce, or of a reduce-scatter where the host would have used one."""

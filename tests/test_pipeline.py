@@ -502,3 +502,16 @@ def test_the_tap_comes_before_the_exchange() -> None:
     for result in results:
         assert torch.allclose(result.flats[0], torch.full((20,), 103.0 / 4))
         assert result.event.suspect == 2
+
+
+def test_every_rank_knows_which_tensors_passed_through() -> None:
+    """Also a rank whose chunk is empty and which, with scope "shard", judges nothing."""
+    for scope in ("tensor", "shard", "model"):
+
+        def job(transport: LocalTransport, scope: str = scope) -> set[str]:
+            path = ShardAggregator(transport, Aggregator.create("median", 1), scope=scope)
+            path.submit(Bucket(torch.ones(2), simple(1, 1)), lambda flat: None)
+            path.flush()
+            return path.recorder.tensors
+
+        assert all(seen >= {"t0", "t1"} for seen in LocalWorld(N, timeout=20).run(job))

@@ -21,10 +21,6 @@ class Workspace:
             held = self._buffers[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
         return held[:numel]
 
-    def devices(self) -> list[torch.device]:
-        """Devices on which buffers are held."""
-        return [device for _, device in self._buffers]
-
     @property
     def nbytes(self) -> int:
         """Bytes held."""
