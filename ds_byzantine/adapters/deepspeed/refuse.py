@@ -10,6 +10,7 @@ import torch
 from ds_byzantine.errors import UnprotectedError, UnsupportedHostError
 
 OFF = 'or set "byzantine": {"enabled": false} to train without protection'
+FOREIGN_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 COMPRESSED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
@@ -103,6 +104,19 @@ def _sparse(engine: Any) -> Iterator[str]:
             yield f"sparse gradients of {name}: they are gathered, never aggregated. Build it with sparse=False."
 
 
+def _mixed_before(engine: Any) -> Iterator[str]:
+    """Modules that exchange gradients between replicas in backward: the rule would see rows that are mixed already."""
+    for name, module in engine.module.named_modules():
+        kind, where = type(module).__name__, name or "the model"
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            yield (
+                f"SyncBatchNorm at {where}: its backward adds up gradients of all replicas, so that one bad replica "
+                "spoils the gradients of all others before they reach the rule. Use BatchNorm or LayerNorm."
+            )
+        elif kind in FOREIGN_WRAPPERS:
+            yield f"{kind} around {where}: it averages gradients before the rule sees them. Pass the bare module."
+
+
 def _setting(engine: Any, name: str) -> bool:
     """An engine option that is a method in some versions, an attribute in others, and absent in the rest."""
     value = getattr(engine, name, False)
@@ -116,4 +130,5 @@ _CHECKS: tuple[Callable[[Any], Iterator[str]], ...] = (
     _optimizers,
     _compiled,
     _sparse,
+    _mixed_before,
 )
