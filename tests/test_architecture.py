@@ -21,7 +21,7 @@ LEVELS = {
     **dict.fromkeys(("drills", "exchange", "trust", "monitor", "report"), 3),
     "config": 4,
     "plan": 5,
-    "agreement": 6,
+    "agreement": 5,
     "pipeline": 6,
     "adapters": 7,
     "cli": 9,

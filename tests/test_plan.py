@@ -278,7 +278,7 @@ def test_the_exchange_sends_as_many_bytes_as_planned(stage: int, rule: str) -> N
     def counted(transport: LocalTransport) -> int:
         aggregator = ShardAggregator(transport, Aggregator.create(rule, 1))
         flat = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
-        aggregator.reduce(Bucket(flat, layout))
+        aggregator.submit(Bucket(flat, layout), lambda aggregate: None)
         return transport.bytes_sent
 
     done = made({"rule": rule, "f": 1}, n, stage=stage, numel=numel, tensors=tensors)
