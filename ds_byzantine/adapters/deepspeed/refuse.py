@@ -73,8 +73,12 @@ def _precision(engine: Any) -> Iterator[str]:
             "fp16 with ZeRO stage 0: DeepSpeed 0.18.3-0.19.8 does not scale the loss there but unscales the step, so "
             "training is wrong with or without this plug-in (DeepSpeed pull request 8393). Use bf16 or stage 1 to 3."
         )
-    if getattr(engine, "torch_autocast_z0_gradscaler", None) is not None:
-        yield "torch_autocast float16 with ZeRO stage 0: its scaler steps on its own. Use bfloat16 or stage 1 to 3."
+    scalers = (engine, "torch_autocast_z0_gradscaler"), (engine.optimizer, "torch_autocast_gradscaler")
+    if any(getattr(owner, name, None) is not None for owner, name in scalers):
+        yield (
+            "torch_autocast float16: its loss scaler lowers the scale only inside a step that is taken, so that after "
+            "one step skipped for NaN or Inf all others would be. Use bfloat16."
+        )
     if _setting(engine, "amp_enabled"):
         yield "amp: Apex reduces gradients in its own hooks. Use bf16."
 
