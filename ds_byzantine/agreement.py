@@ -44,7 +44,7 @@ def agreed_statistics(
     n = transport.size
     own = routes.pieces[transport.rank]
     kept: list[Tensor | None] = [kept_N] * len(own)
-    while True:  # twice at most: the second round uses the rows that the first one found finite everywhere
+    while True:  # once as a rule; each further round uses fewer rows, those that were found finite everywhere
         with recorder.timed("rule"):
             mine_PW = _own_statistics(rows_ND, own, kept, with_gram)
         if local:

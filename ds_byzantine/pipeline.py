@@ -138,7 +138,7 @@ class ShardAggregator:
         """Close the books of one optimizer step; a collective call (one all-gather of n numbers per rank)."""
         self._add_up_books()
         recorder = self.recorder
-        distances = recorder.global_distances + recorder.local_distances
+        distances = recorder.global_distances + recorder.local_distances if self._measured else None
         sent = self.transport.bytes_sent - self._sent_before
         event = recorder.event(self.step, distances, sent)
         recorder.reset()
@@ -149,6 +149,11 @@ class ShardAggregator:
     def step(self) -> int:
         """Number of the optimizer step in progress."""
         return self._step_of()
+
+    @property
+    def _measured(self) -> bool:
+        """Whether the rows' distances to the aggregate are measured in this step; from inner products they are free."""
+        return self.aggregator.output_is_point or self.step % self.distances_every == 0
 
     # -- verdicts ------------------------------------------------------------------------------------------------
 
@@ -202,8 +207,8 @@ class ShardAggregator:
     def _combine(self, one: Held) -> Tensor:
         pieces = one.routes.pieces[self.transport.rank]
         chunk_D = torch.empty_like(one.rows_ND[0])
-        measured = not self.aggregator.output_is_point and self.step % self.distances_every == 0
-        distances_N = self.recorder.local_distances if measured else None
+        known = self.aggregator.output_is_point  # from the inner products, in `_judge`
+        distances_N = self.recorder.local_distances if self._measured and not known else None
         combine_pieces(one.rows_ND, pieces, one.verdicts, chunk_D, distances_N)
         if one.bucket.scale != 1.0:
             chunk_D *= one.bucket.scale

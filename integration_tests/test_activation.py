@@ -22,6 +22,7 @@ import torch
 import deepspeed
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 {after}
+torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 config = json.loads(os.environ["DS_CONFIG"])
 engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]

@@ -100,7 +100,7 @@ def test_trainer_with_the_mean_equals_stock(tmp_path, stock):
 def test_trainer_under_attack_saves_and_resumes(tmp_path, stock):
     """Six steps in one go, and three steps, a new launch and three more, give the same end."""
     drill = {"name": "sign_flip", "factor": 20.0, "replicas": [1]}
-    config = write(tmp_path, "rule", 3, {"f": 1, "drill": drill})
+    config = write(tmp_path, "rule", 3, {"f": 1, "rule": "caf_gated", "drill": drill})
     whole = launch(config, tmp_path / "whole")
     assert whole.get("final") == pytest.approx(stock["final"], rel=0.05), whole.get("error")
     assert [event["suspect"] for event in steps(tmp_path / "rule_log")] == [1] * 6
@@ -142,7 +142,7 @@ def test_accelerate(tmp_path):
     for name, section in {
         "stock": None,
         "mean": {"rule": "mean", "f": 0},
-        "rule": {"f": 1, "drill": {"name": "scale", "factor": -20.0, "replicas": [2]}},
+        "rule": {"f": 1, "rule": "caf_gated", "drill": {"name": "scale", "factor": -20.0, "replicas": [2]}},
     }.items():
         config = dict(shared)
         if section is not None:

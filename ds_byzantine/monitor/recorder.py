@@ -65,10 +65,10 @@ class Recorder:
         if sums[-1] > 0 and not self.unsafe:
             self.unsafe["a piece at another rank"] = [i for i, count in enumerate(self.nonfinite) if count]
 
-    def event(self, step: int, distances_N: Tensor, sent: int) -> StepEvent:
-        """The finished step. `distances_N`: squared distances summed over all chunks; `sent`: bytes."""
+    def event(self, step: int, distances_N: Tensor | None, sent: int) -> StepEvent:
+        """The finished step. `distances_N`: squared, summed over all chunks, None if not measured; `sent`: bytes."""
         dropped = [i for i, count in enumerate(self.nonfinite) if count]
-        known = [float(d) ** 0.5 for d in distances_N]
+        known = [None] * self.replicas if distances_N is None else [float(d) ** 0.5 for d in distances_N]
         usable: list[float | None] = [None if i in dropped else d for i, d in enumerate(known)]
         ranked = [(d, -i) for i, d in enumerate(usable) if d is not None]
         suspect = -max(ranked)[1] if ranked and max(ranked)[0] > 0 else None

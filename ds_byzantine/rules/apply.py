@@ -130,7 +130,7 @@ def mix_rows(block_NB: Tensor, points_KE: Tensor) -> Tensor:
     """The points as vectors: sum_i p_ki x_i + p_k,n+1 median; [n, B] x [K, n+1] -> [K, B].
 
     The median costs a sorting network, so it is computed only if some point uses it (centred clipping on a healthy step
-    does not). A row with coefficient 0 in all points is left out, so that no overflow of it can come back as 0 * Inf.
+    does not).
     """
     weights_KN, median_K = points_KE[:, :-1], points_KE[:, -1]
     mixed_KB = weights_KN @ block_NB

@@ -90,12 +90,11 @@ def attach(engine: Any) -> Attachment | None:
     refuse_unsupported(engine)
     transport = TorchTransport(engine.seq_data_parallel_group)
     _refuse_model_scope_offload(engine, config)
-    _agree(engine, transport, config)
     settled = _plan(engine, transport, config)
-    attachment = Attachment(config, settled, None, Bindings())
-    first = transport.rank == 0
-    if first:
-        attachment.log = EventLog(config.monitor.dir)
+    log, problem = _opened_log(config) if transport.rank == 0 else (None, None)
+    _agree(engine, transport, config, problem)
+    attachment = Attachment(config, settled, None, Bindings(), log)
+    if attachment.log is not None:
         attachment.log.write(_run_event(engine, settled))
         for line in (settled.describe(VERSION), *settled.warnings):
             logger.info(line)
@@ -123,26 +122,30 @@ def _bind(engine: Any, transport: Transport, attachment: Attachment) -> None:
     trainable = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     if _reduces_as_stage0(engine):
         stage0.bind(engine, aggregator, bindings)
-    elif engine.zero_optimization_stage() == 3:
+    elif _stage(engine) == 3:
         Zero3(engine.optimizer, aggregator, {p.ds_id: name for name, p in trainable.items()}).bind(bindings)
     else:
         Zero12(engine.optimizer, aggregator, {id(p): name for name, p in trainable.items()}).bind(bindings)
-    if config.aggregate_at == "boundary" and engine.zero_optimization_stage() >= 2:
+    if config.aggregate_at == "boundary" and _stage(engine) >= 2:
         boundary.bind(engine, bindings)
     StepHook(engine, aggregator, attachment.log, config.monitor.every, set(trainable)).bind(bindings)
 
 
 def _reduces_as_stage0(engine: Any) -> bool:
-    """Stage 0, and BF16_Optimizer, which stage 1 uses for bf16 parameters with fp32 accumulation."""
-    return engine.zero_optimization_stage() == 0 or hasattr(engine.optimizer, "get_grads_for_reduction")
+    """Stage 0, and what `engine.allreduce_gradients` treats like it: BF16_Optimizer in stage 1."""
+    stage = _stage(engine)
+    return stage == 0 or (stage == 1 and not hasattr(engine.optimizer, "reduce_gradients"))
 
 
 def _points(engine: Any) -> tuple[Any, ...]:
-    stage = engine.zero_optimization_stage()
-    chosen = points.ENGINE_POINTS
-    if hasattr(engine.optimizer, "get_grads_for_reduction"):
-        return chosen + points.STAGE0_POINTS + points.BF16_POINTS
-    return chosen + (points.STAGE0_POINTS, points.ZERO12_POINTS, points.ZERO12_POINTS, points.ZERO3_POINTS)[stage]
+    if _reduces_as_stage0(engine):
+        bf16 = points.BF16_POINTS if hasattr(engine.optimizer, "get_grads_for_reduction") else ()
+        return points.ENGINE_POINTS + points.STAGE0_POINTS + bf16
+    return points.ENGINE_POINTS + (points.ZERO3_POINTS if _stage(engine) == 3 else points.ZERO12_POINTS)
+
+
+def _stage(engine: Any) -> int:
+    return int(engine.zero_optimization_stage())
 
 
 def _plan(engine: Any, transport: Transport, config: ByzantineConfig) -> Plan:
@@ -150,7 +153,7 @@ def _plan(engine: Any, transport: Transport, config: ByzantineConfig) -> Plan:
     return plan(
         config,
         transport.size,
-        stage=int(engine.zero_optimization_stage()),
+        stage=_stage(engine),
         numel=sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable),
         dtype_bytes=engine.communication_data_type.itemsize,
         tensors=len(trainable),
@@ -169,12 +172,30 @@ def _refuse_model_scope_offload(engine: Any, config: ByzantineConfig) -> None:
         )
 
 
-def _agree(engine: Any, transport: Transport, config: ByzantineConfig) -> None:
-    """Compare a digest of the section over the ranks: a rank with another rule would hang or poison all others."""
+def _opened_log(config: ByzantineConfig) -> tuple[EventLog | None, OSError | None]:
+    try:
+        return EventLog(config.monitor.dir), None
+    except OSError as error:
+        return None, error
+
+
+def _agree(engine: Any, transport: Transport, config: ByzantineConfig, problem: OSError | None) -> None:
+    """Go on together or fail together: a rank that stopped alone, or with another rule, would hang all others.
+
+    Compares a digest of the section over the ranks, and whether the first rank could open its log (`problem`).
+    """
     own = int.from_bytes(blake2b(config.model_dump_json().encode(), digest_size=7).digest(), "big")
-    everybody = torch.empty(transport.size, dtype=torch.int64, device=engine.device)
-    transport.all_gather(everybody, torch.tensor([own], dtype=torch.int64, device=engine.device))
-    others = [rank for rank, digest in enumerate(everybody.tolist()) if digest != own]
+    everybody = torch.empty(2 * transport.size, dtype=torch.int64, device=engine.device)
+    said = torch.tensor([own, int(problem is not None)], dtype=torch.int64, device=engine.device)
+    transport.all_gather(everybody, said)
+    digests, failed = everybody.view(-1, 2).T.tolist()
+    if any(failed):
+        why = f" ({problem})" if problem is not None else ""
+        raise ConfigError(
+            f'byzantine.monitor.dir: the first rank cannot write to "{config.monitor.dir}"{why}. Name a folder that it '
+            "can create or write to."
+        )
+    others = [rank for rank, digest in enumerate(digests) if digest != own]
     if others:
         raise ConfigError(
             f'byzantine: the section differs between ranks (rank {transport.rank} disagrees with {others}). Start all '
@@ -189,7 +210,7 @@ def _run_event(engine: Any, settled: Plan) -> RunEvent:
         f=settled.f,
         replicas=settled.n,
         scope=settled.scope,
-        stage=int(engine.zero_optimization_stage()),
+        stage=_stage(engine),
         host=settled.host,
         drill=settled.drill,
         ranks={str(i): [i] for i in range(settled.n)},

@@ -6,11 +6,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_byzantine.errors import UnprotectedError, UnsupportedHostError
 
 OFF = 'or set "byzantine": {"enabled": false} to train without protection'
 FOREIGN_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+EXAMINED_WRAPPERS = (
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
+    "BF16_Optimizer",
+    "FP16_Optimizer",
+    "FP16_UnfusedOptimizer",
+)
 COMPRESSED_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
@@ -79,11 +87,23 @@ def _precision(engine: Any) -> Iterator[str]:
             "torch_autocast float16: its loss scaler lowers the scale only inside a step that is taken, so that after "
             "one step skipped for NaN or Inf all others would be. Use bfloat16."
         )
+    if engine.bfloat16_enabled() and float(getattr(engine.optimizer, "cur_scale", 1.0)) != 1.0:
+        yield (
+            "bf16 without ZeRO partitioning: this DeepSpeed (before 0.18.6) divides gradients by a loss scale that it "
+            "never multiplied by (pull request 7839), so next to nothing is learnt. Upgrade, or use stage 2 or 3."
+        )
     if _setting(engine, "amp_enabled"):
         yield "amp: Apex reduces gradients in its own hooks. Use bf16."
 
 
 def _optimizers(engine: Any) -> Iterator[str]:
+    wrapper = type(engine.optimizer)
+    if wrapper.__module__.startswith("deepspeed.runtime") and wrapper.__name__ not in EXAMINED_WRAPPERS:
+        yield f"optimizer wrapper {wrapper.__name__}: its gradient path was never examined. Use plain ZeRO."
+    if engine.zero_optimization_stage() == 3:
+        groups = {getattr(p, "ds_process_group", None) for p in engine.module.parameters() if p.requires_grad}
+        if any(g is not None and dist.get_world_size(g) != engine.seq_dp_world_size for g in groups):
+            yield "parameters partitioned over some of the data-parallel ranks: fewer replicas than the job has."
     basic = type(getattr(engine, "basic_optimizer", None) or engine.optimizer)
     names = {basic.__name__.lower(), str(engine.optimizer_name() or "").lower()}
     if "muon" in names or basic.__module__.startswith("deepspeed.runtime.zero.muon"):

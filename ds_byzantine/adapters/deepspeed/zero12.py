@@ -102,6 +102,10 @@ class Zero12:
         """In place of the host's, for `contiguous_gradients: false` with compact float32 gradient partitions."""
         if not grads:
             return
+        if self.optimizer.overlap_comm:  # as the host does: other ranks' gradients of the last bucket go
+            if not _accelerator().resolves_data_dependency():
+                _accelerator().synchronize()
+            self.optimizer._clear_previous_reduced_grads()
         with self._reduction_stream(communication_data_type):
             flat = torch.cat([g.reshape(-1).to(communication_data_type) for g in grads])
             self._submit(flat, list(grad_params), communication_data_type, partial(_write_back, list(grads)))
