@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from scenarios import MEAN, REDUCTIONS, REDUCTIONS_BF16, pairs
+from jobs import merged
+from scenarios import MEAN, REDUCTIONS, REDUCTIONS_BF16, ZERO, pairs
 from world import ROOT, environment, run_world
 
 pytestmark = pytest.mark.launch
@@ -22,7 +23,13 @@ RANKS = 4
 NAMES = ["z0", "z0_gas", "z0_predivide", "z1", "z1_gas", "z1_overlap", "z2", "z2_gas", "z2_tiny", "z2_overlap_tiny",
          "z2_allreduce", "z2_round_robin", "z2_offload", "z2_unused", "z2_lora", "z2_clip", "z3", "z3_gas", "z3_tiny",
          "z3_allreduce", "z3_offload", "z3_lora", "z3_init"]  # fmt: skip
-NAMES_BF16 = ["z0_bf16", "z1_bf16", "z1_bf16_fp32acc", "z2_bf16", "z2_bf16_fp32acc", "z3_bf16"]
+NAMES_BF16 = ["z1_bf16", "z2_bf16", "z2_bf16_fp32acc", "z3_bf16"]
+# Before 0.18.6 these divide by a loss scale that was never applied; before 0.19.2 reductions cannot be postponed.
+REFUSED = {
+    "z0_bf16": ({**REDUCTIONS_BF16["z0_bf16"], "byzantine": {"f": 1}}, "7839"),
+    "z1_bf16_fp32acc": ({**REDUCTIONS_BF16["z1_bf16_fp32acc"], "byzantine": {"f": 1}}, "7839"),
+    "boundary": ({"stage": 2, "gas": 2, "byzantine": {"f": 1, "aggregate_at": "boundary"}}, "byzantine.aggregate_at"),
+}
 RULE = {"rule": "trimmed_mean", "pre": ["nnm"], "f": 1}
 ATTACKED = {"steps": 20, "bad": {"rank": 1, "how": "scale", "factor": -20.0}}
 NAN = {"steps": 4, "bad": {"rank": 1, "how": "nan"}, "ds": {"gradient_clipping": 1.0}}
@@ -50,9 +57,16 @@ def results(older):
         jobs.append({**ATTACKED, "name": f"z{stage}.attacked", "stage": stage, "byzantine": dict(RULE)})
         jobs.append({**NAN, "name": f"z{stage}.nan", "stage": stage, "byzantine": dict(RULE)})
         jobs.append({**TWO_NAN, "name": f"z{stage}.two_nan", "stage": stage, "byzantine": dict(RULE)})
-    late = {"rule": "median", "f": 1, "aggregate_at": "boundary"}
-    jobs.append({"name": "boundary", "kind": "refuse", "stage": 2, "gas": 2, "byzantine": late})
-    return run_world(jobs, RANKS, timeout=900, env=older)
+    jobs += [{**job, "name": name, "kind": "refuse"} for name, (job, _) in REFUSED.items()]
+    return run_world([waiting(job) for job in jobs], RANKS, timeout=900, env=older)
+
+
+def waiting(job):
+    """Before 0.19.8, stage 3 on gloo does not wait for the all-gather of its persistent parameters after a step, and
+    now and then computes with what lay in memory before (stock runs end in NaN): let no parameter be persistent."""
+    if job.get("stage") != 3:
+        return job
+    return {**job, "ds": merged(job.get("ds", {}), {ZERO: {"stage3_param_persistence_threshold": 0}})}
 
 
 def finished(results, name):
@@ -97,5 +111,8 @@ def test_nan_rows_are_dropped_and_too_many_skip_the_step(results, stage):
         assert all(bool(torch.isfinite(w).all()) for w in result["weights"].values())
 
 
-def test_what_the_older_version_cannot_do_is_refused(results):
-    assert all("byzantine.aggregate_at" in str(result["error"]) for result in results["boundary"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_older_version_cannot_do_is_refused(results, name):
+    for result in results[name]:
+        assert str(result["error"]).startswith("UnsupportedHostError")
+        assert REFUSED[name][1] in str(result["error"])
