@@ -188,7 +188,9 @@ def train(job: dict) -> dict:
 
 
 def save(job: dict) -> dict:
-    """Train two steps and save."""
+    """Train two steps and save; the log is not that of the job that resumes."""
+    job = {**job, "byzantine": dict(job["byzantine"])}
+    own_directory(job)
     engine = engine_of(job)
     losses = steps(engine, job, 0, 2)
     engine.save_checkpoint(job["directory"], tag="saved")
@@ -225,8 +227,7 @@ def own_directory(job: dict) -> Path | None:
         return None
     holder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(holder)
-    section.setdefault("monitor", {})["dir"] = holder[0]
-    return Path(holder[0])
+    return Path(section.setdefault("monitor", {}).setdefault("dir", holder[0]))
 
 
 def events(directory: Path | None) -> list[dict]:

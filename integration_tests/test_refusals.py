@@ -45,6 +45,11 @@ BAD: dict[str, tuple[dict, str, list[str]]] = {
         ["byzantine.drill.replicas", "9"],
     ),
     "drill_file": ({"byzantine": {"drill": "no/such.json"}}, "ConfigError", ["no/such.json"]),
+    "log_directory": (
+        {"byzantine": {"monitor": {"dir": "/proc/no/such/folder"}}},
+        "ConfigError",
+        ["byzantine.monitor.dir", "/proc/no/such/folder"],
+    ),
     "several_at_once": ({"byzantine": {"f": -1, "rul": 1, "alpha": 2}}, "ConfigError", ["byzantine.rul", "alpha"]),
     "fp16_stage0": ({"stage": 0, "fp16": True, "ds": FP16}, "UnsupportedHostError", ["fp16", "stage 0", "8393"]),
     "quantized": (
