@@ -89,6 +89,7 @@ class _ThenWrap(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        """Execute the module as its own loader would, then put everything back and wrap the engine."""
         self._loader.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader  # inspect.getsource asks the loader

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ds_byzantine.agreement import agreed_statistics
+from ds_byzantine.agreement import Judge
 from ds_byzantine.exchange.all_to_all import scatter_rows, sum_over_replicas
 from ds_byzantine.exchange.deliver import deliver
 from ds_byzantine.exchange.routes import Routes, routes
@@ -24,8 +24,8 @@ from ds_byzantine.exchange.workspace import Workspace
 from ds_byzantine.monitor.events import StepEvent
 from ds_byzantine.monitor.recorder import Recorder
 from ds_byzantine.rules.apply import Aggregator
-from ds_byzantine.rules.verdicts import Verdict, combine_pieces, decide
-from ds_byzantine.types import Bucket, Delivery
+from ds_byzantine.rules.verdicts import Verdict, combine_pieces
+from ds_byzantine.types import Bucket
 
 Tap = Callable[[Tensor, int], object]
 Commit = Callable[[Tensor], object]
@@ -38,7 +38,6 @@ class Held:
     bucket: Bucket
     routes: Routes
     rows_ND: Tensor
-    verdicts: Sequence[Verdict] = ()
     commit: Commit | None = None
 
 
@@ -73,6 +72,7 @@ class ShardAggregator:
         self._step_of = step_of
         self.workspace = Workspace()
         self.recorder = Recorder(transport.size)
+        self._judge = Judge(transport, aggregator, scope, self.recorder)
         self._sent_before = 0
         self._device = torch.device("cpu")  # of the last bucket: where the transport can send from
         self._held: list[Held] = []
@@ -114,7 +114,7 @@ class ShardAggregator:
         route = routes(bucket.layout, self.transport.rank)
         self._device = bucket.flat.device
         self.recorder.tensors.update(route.tensors)
-        self._count_stock(bucket)
+        self.recorder.stock_bytes += bucket.stock_bytes
         with self.recorder.timed("exchange"):
             workspace = Workspace() if self.scope == "model" else self.workspace
             rows_ND = scatter_rows(self.transport, bucket.flat, route, workspace)
@@ -122,14 +122,10 @@ class ShardAggregator:
 
     def _resolve(self, held: Sequence[Held]) -> None:
         """Decide, combine and deliver; the buckets are decided on together if the scope is "model"."""
-        if self.scope == "model":
-            self._decide_together(held)
-        else:
-            for one in held:
-                one.verdicts = self._verdicts(one)
-        for one in held:
+        verdicts = self._judge.verdicts([(one.rows_ND, one.routes) for one in held], self.step)
+        for one, chosen in zip(held, verdicts, strict=True):
             with self.recorder.timed("rule"):
-                chunk_D = self._combine(one)
+                chunk_D = self._combine(one, chosen)
             with self.recorder.timed("exchange"):
                 layout = one.bucket.layout
                 deliver(self.transport, one.bucket.flat, chunk_D, layout, one.routes, self.workspace)
@@ -155,61 +151,12 @@ class ShardAggregator:
         """Whether the rows' distances to the aggregate are measured in this step; from inner products they are free."""
         return self.aggregator.output_is_point or self.step % self.distances_every == 0
 
-    # -- verdicts ------------------------------------------------------------------------------------------------
-
-    def _verdicts(self, one: Held) -> list[Verdict]:
-        """Verdicts of one bucket's tensors (scope tensor) or of this rank's pieces of them (scope shard)."""
-        finite_TN, basis_TEE = self._statistics(one)
-        names = one.routes.tensors
-        if self.scope == "shard":
-            own = {piece.tensor for piece in one.routes.pieces[self.transport.rank]}
-            return self._judge(names, finite_TN, basis_TEE, own)
-        return self._judge(names, finite_TN, basis_TEE, set(range(len(names))))
-
-    def _decide_together(self, held: Sequence[Held]) -> None:
-        """One verdict for all tensors: their matrices add, and a row that is not finite anywhere is out everywhere."""
-        parts = [self._statistics(one) for one in held]
-        finite_TN = torch.cat([finite for finite, _ in parts]).all(0, keepdim=True)
-        if not all(bool(finite.eq(finite_TN).all()) for finite, _ in parts):
-            parts = [self._statistics(one, finite_TN[0]) for one in held]
-        bases = [basis for _, basis in parts if basis is not None]
-        basis_TEE = torch.cat(bases).sum(0, keepdim=True) if bases else None
-        verdict = self._judge(["all tensors"], finite_TN, basis_TEE, {0})[0]
-        for one in held:
-            one.verdicts = [verdict] * len(one.routes.tensors)
-
-    def _statistics(self, one: Held, kept_N: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return agreed_statistics(
-            self.transport,
-            one.rows_ND,
-            one.routes,
-            self.recorder,
-            with_gram=self.aggregator.needs_gram,
-            local=self.scope == "shard",
-            kept_N=kept_N,
-        )
-
-    def _judge(
-        self, names: Sequence[str], finite_TN: Tensor, basis_TEE: Tensor | None, known: set[int]
-    ) -> list[Verdict]:
-        with self.recorder.timed("rule"):
-            verdicts, distances_TN = decide(self.aggregator, finite_TN, basis_TEE, self.step)
-        for t in known:
-            self.recorder.saw(names[t], finite_TN[t], self.aggregator.f)
-        if distances_TN is not None:
-            shard = self.scope == "shard"
-            target = self.recorder.local_distances if shard else self.recorder.global_distances
-            target += distances_TN[sorted(known)].sum(0)
-        return verdicts
-
-    # -- result and books ----------------------------------------------------------------------------------------
-
-    def _combine(self, one: Held) -> Tensor:
+    def _combine(self, one: Held, verdicts: Sequence[Verdict]) -> Tensor:
         pieces = one.routes.pieces[self.transport.rank]
         chunk_D = torch.empty_like(one.rows_ND[0])
-        known = self.aggregator.output_is_point  # from the inner products, in `_judge`
+        known = self.aggregator.output_is_point  # from the inner products, by the judge
         distances_N = self.recorder.local_distances if self._measured and not known else None
-        combine_pieces(one.rows_ND, pieces, one.verdicts, chunk_D, distances_N)
+        combine_pieces(one.rows_ND, pieces, verdicts, chunk_D, distances_N)
         if one.bucket.scale != 1.0:
             chunk_D *= one.bucket.scale
         return chunk_D
@@ -219,9 +166,3 @@ class ShardAggregator:
         shard = self.scope == "shard"
         if shard or not self.aggregator.output_is_point:
             self.recorder.take(sum_over_replicas(self.transport, self.recorder.own(), self._device), flags=shard)
-
-    def _count_stock(self, bucket: Bucket) -> None:
-        """Bytes of a ring all-reduce, or of a reduce-scatter where the host would have used one."""
-        n, nbytes = self.transport.size, bucket.flat.numel() * bucket.flat.element_size()
-        passes = 1 if bucket.layout.delivery is Delivery.AGGREGATOR else 2
-        self.recorder.stock_bytes += passes * nbytes * (n - 1) // n

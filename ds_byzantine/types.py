@@ -87,6 +87,13 @@ class Bucket:
     layout: Layout
     scale: float = 1.0
 
+    @property
+    def stock_bytes(self) -> int:
+        """Bytes that a rank sends in the host's own reduction: ring all-reduce, or reduce-scatter in ZeRO 3."""
+        n, nbytes = self.layout.replicas, self.flat.numel() * self.flat.element_size()
+        passes = 1 if self.layout.delivery is Delivery.AGGREGATOR else 2
+        return passes * nbytes * (n - 1) // n
+
 
 def even_bounds(numel: int, n: int) -> tuple[int, ...]:
     """Offsets of n equal chunks of a run of `numel` elements; the last chunks may be short or empty.

@@ -39,6 +39,7 @@ class LocalWorld:
         errors: list[BaseException] = []
 
         def body(rank: int) -> None:
+            """What the thread of one rank does."""
             try:
                 results[rank] = job(LocalTransport(self, rank))
             except threading.BrokenBarrierError:

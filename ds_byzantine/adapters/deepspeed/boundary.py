@@ -36,6 +36,7 @@ def bind(engine: Any, bindings: Bindings) -> None:
 
     @torch.no_grad()
     def allreduce_gradients(*args: Any, **kwargs: Any) -> None:
+        """In place of the host's: nothing between boundaries, one pass over all gradients there."""
         boundary = engine.is_gradient_accumulation_boundary()
         optimizer.set_gradient_accumulation_boundary(boundary)
         if not boundary:

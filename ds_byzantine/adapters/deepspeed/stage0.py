@@ -25,6 +25,7 @@ def bind(engine: Any, aggregator: ShardAggregator, bindings: Bindings, bucket_el
 
     @torch.no_grad()
     def buffered_allreduce_fallback(grads: Any = None, elements_per_buffer: int = bucket_elements) -> None:
+        """In place of the host's: every gradient holds the aggregate afterwards, on all ranks."""
         if grads is None:
             named = list(_bf16_gradients(engine) if hasattr(engine.optimizer, "bf16_groups") else _gradients(engine))
         else:

@@ -54,6 +54,7 @@ class Zero12:
         in_epilogue = False
 
         def reduce_ipg_grads(*args: Any, **kwargs: Any) -> None:
+            """The host's; after the last bucket of a backward pass, also the flush."""
             reduce_buckets(*args, **kwargs)
             if in_epilogue:
                 if optimizer.overlap_comm and not _accelerator().resolves_data_dependency():
@@ -61,6 +62,7 @@ class Zero12:
                 self.aggregator.flush()
 
         def independent_gradient_partition_epilogue() -> None:
+            """The host's, which marks the last bucket."""
             nonlocal in_epilogue
             in_epilogue = True
             try:
