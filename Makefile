@@ -4,7 +4,7 @@
 #   make demo FAST=1                                                           a tiny model instead (a few minutes)
 #   make test    ruff, mypy --strict, unit tests, integration tests with real processes
 #   make quick   ruff and the unit tests only
-#   make bench   what each rule costs and buys
+#   make bench   step time, bytes and memory against stock DeepSpeed; what each rule costs and buys; numerics
 #   make report  show again what the last demo found
 #   make lint    ruff and mypy
 #
@@ -69,7 +69,9 @@ lint: $(DEPS)
 	$(PY) -m mypy
 
 bench: $(DEPS)
+	$(PY) -m benchmarks.training_step
 	$(PY) -m benchmarks.rules_table
+	$(PY) -m benchmarks.numerics
 
 report: $(DEPS)
 	@$(PY) examples/llm/demo.py --report-only $(if $(FAST),--fast)
