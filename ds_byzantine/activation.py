@@ -17,7 +17,9 @@ from typing import Any
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
 
-_attachments: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+ATTRIBUTE = "_ds_byzantine"  # of an engine: its Attachment. It refers to the engine, so it may not be kept elsewhere.
+
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
 _original_init: Any = None
 
 
@@ -40,9 +42,10 @@ def uninstall() -> None:
     """Undo `install` and the automatic activation: engines get their own reductions back. Idempotent."""
     global _original_init
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-    for attachment in list(_attachments.values()):
-        attachment.detach()
-    _attachments.clear()
+    for engine in list(_engines):
+        attachment_of(engine).detach()
+        delattr(engine, ATTRIBUTE)
+    _engines.clear()
     if _original_init is not None:
         sys.modules[ENGINE_MODULE].DeepSpeedEngine.__init__ = _original_init
         _original_init = None
@@ -59,7 +62,7 @@ def watch() -> None:
 
 def attachment_of(engine: Any) -> Any:
     """The `Attachment` of an engine, or None."""
-    return _attachments.get(engine)
+    return vars(engine).get(ATTRIBUTE)
 
 
 class _Finder(MetaPathFinder):
@@ -112,7 +115,8 @@ def _wrap(module: ModuleType) -> None:
 
             attachment = attach(self)
             if attachment is not None:
-                _attachments[self] = attachment
+                setattr(self, ATTRIBUTE, attachment)
+                _engines.add(self)
 
     cls.__init__ = __init__
     _original_init = original
@@ -127,7 +131,7 @@ def _refuse_earlier_engines(module: ModuleType) -> None:
 
     engine_class: Any = module.DeepSpeedEngine
     for found in gc.get_objects():
-        if not isinstance(found, engine_class) or found in _attachments:
+        if not isinstance(found, engine_class) or attachment_of(found) is not None:
             continue
         if parse_section(section_of(found)).enabled:
             raise UnprotectedError(

@@ -32,7 +32,7 @@ for step in range(3):
     engine.step()
 {last}
 ours = [n for o in (engine, engine.optimizer) for n, v in vars(o).items()
-        if str(getattr(v, "__module__", "")).startswith("ds_byzantine")]
+        if callable(v) and str(getattr(v, "__module__", "")).startswith("ds_byzantine")]
 if os.environ["RANK"] == "0":
     print("RESULT" + json.dumps({{"ours": ours, "argv": sys.argv[1:], "weights": model.weight.flatten().tolist(),
           "torch_free": "{first}" == "" , "modules": sorted(m for m in sys.modules if m.startswith("ds_byzantine"))}}))
