@@ -1,0 +1,1 @@
+"""Room for the commands, one file each."""
