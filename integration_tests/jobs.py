@@ -9,10 +9,12 @@ skipped, events, and what else a job says.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pydoc_data.topics
 import shutil
 import tempfile
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -175,16 +177,31 @@ def loss_of(engine, job: dict, tokens: torch.Tensor) -> torch.Tensor:
 def train(job: dict) -> dict:
     """Train for some steps and say how it went."""
     directory = own_directory(job)
-    engine = engine_of(job)
-    if job.get("tamper"):
-        import tampering
+    with messages() as said:
+        engine = engine_of(job)
+        if job.get("tamper"):
+            import tampering
 
-        getattr(tampering, job["tamper"])(engine)
-    losses = steps(engine, job, 0, job.get("steps", 5))
+            getattr(tampering, job["tamper"])(engine)
+        losses = steps(engine, job, 0, job.get("steps", 5))
     result = outcome(engine, job, losses)
     result["events"] = events(directory)
+    result["messages"] = said
     engine.destroy()
     return result
+
+
+@contextmanager
+def messages():
+    """What the plug-in logs on this rank, as a list of texts."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ds_byzantine").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("ds_byzantine").removeHandler(handler)
 
 
 def save(job: dict) -> dict:

@@ -64,6 +64,9 @@ def test_one_nan_replica_neither_skips_nor_reaches_the_norm(results, host):
     steps = [e for e in ranks[0]["events"] if e["kind"] == "step"]
     assert [e["dropped"] for e in steps] == [[], [], [2], [2]]
     assert all(torch.equal(r["checksum"], ranks[0]["checksum"]) for r in ranks)
+    lines = [line for line in ranks[0]["messages"] if "replica 2 sent NaN or Inf" in line]
+    assert len(lines) == 2, "one line in step 2, one in step 3"
+    assert not any("sent NaN" in line for rank in ranks[1:] for line in rank["messages"]), "the first rank speaks"
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -76,3 +79,6 @@ def test_more_nan_replicas_than_f_skip_the_step_and_are_named(results, host):
     assert all(replicas == [1, 2] for replicas in steps[2]["unsafe"].values())
     assert any("self_attn" in tensor for tensor in steps[2]["unsafe"])
     assert all(r["skipped"] == 2 for r in ranks)
+    lines = [line for line in ranks[0]["messages"] if "is skipped" in line]
+    assert len(lines) == 2
+    assert all("replicas 1, 2 sent NaN or Inf for model." in line and "f=1" in line for line in lines)
