@@ -43,8 +43,11 @@ def test_mean_equals_stock_in_fp32(fp32, name):
     stock, ours = both(fp32, name)
     assert worst(stock["weights"], ours["weights"]) <= 1e-6
     assert ours["losses"] == pytest.approx(stock["losses"], abs=1e-5)
-    assert ours["norm"] == pytest.approx(stock["norm"], rel=1e-4)
-    assert worst(stock["grads"], ours["grads"]) <= 1e-6
+    assert (ours["norm"] is None) == (stock["norm"] is None) == name.startswith("z0")
+    if stock["norm"] is not None:
+        assert ours["norm"] == pytest.approx(stock["norm"], rel=1e-4)
+    if "round_robin" not in name:  # there DeepSpeed cannot put a gradient together again
+        assert worst(stock["grads"], ours["grads"]) <= 1e-6
     assert ours["skipped"] == stock["skipped"] == 0
 
 

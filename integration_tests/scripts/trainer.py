@@ -35,6 +35,7 @@ training = TrainingArguments(
     gradient_accumulation_steps=2,
     max_steps=args.steps,
     learning_rate=5e-3,
+    lr_scheduler_type="constant",
     logging_steps=1,
     logging_nan_inf_filter=False,
     save_strategy="steps",
