@@ -184,7 +184,8 @@ def _agree(engine: Any, transport: Transport, config: ByzantineConfig, problem: 
 
     Compares a digest of the section over the ranks, and whether the first rank could open its log (`problem`).
     """
-    own = int.from_bytes(blake2b(config.model_dump_json().encode(), digest_size=7).digest(), "big")
+    section = config.model_dump_json(exclude={"monitor": {"dir"}})  # only the first rank writes there
+    own = int.from_bytes(blake2b(section.encode(), digest_size=7).digest(), "big")
     everybody = torch.empty(2 * transport.size, dtype=torch.int64, device=engine.device)
     said = torch.tensor([own, int(problem is not None)], dtype=torch.int64, device=engine.device)
     transport.all_gather(everybody, said)
