@@ -7,6 +7,7 @@ block whose float32 products overflow or vanish is done again in float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -99,8 +100,8 @@ def _trustworthy(gram: Tensor, basis_EB: Tensor) -> bool:
 
     These are common: the embedding of a token that no replica has seen in this step.
     """
-    square = torch.diagonal(gram)
-    if not bool(torch.isfinite(square).all()):
+    squares = torch.diagonal(gram).tolist()
+    if not all(map(math.isfinite, squares)):
         return False
-    small = square <= _UNDERFLOW
-    return not bool(small.any()) or not bool(basis_EB[small].any())
+    small = [row_B for row_B, square in zip(basis_EB, squares, strict=True) if square <= _UNDERFLOW]
+    return all(low == high == 0 for low, high in (torch.aminmax(row_B) for row_B in small))
