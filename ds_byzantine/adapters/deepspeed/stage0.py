@@ -20,17 +20,17 @@ BUCKET_ELEMENTS = 2**25
 Named = tuple[str, Tensor]
 
 
-def bind(engine: Any, aggregator: ShardAggregator, bindings: Bindings, bucket_elements: int = BUCKET_ELEMENTS) -> None:
+def bind(engine: Any, aggregator: ShardAggregator, bindings: Bindings) -> None:
     """Replace `engine.buffered_allreduce_fallback`: stage 0, and stage 1 with bf16 parameters and fp32 accumulation."""
 
     @torch.no_grad()
-    def buffered_allreduce_fallback(grads: Any = None, elements_per_buffer: int = bucket_elements) -> None:
+    def buffered_allreduce_fallback(grads: Any = None, elements_per_buffer: int = BUCKET_ELEMENTS) -> None:
         """In place of the host's: every gradient holds the aggregate afterwards, on all ranks."""
         if grads is None:
             named = list(_bf16_gradients(engine) if hasattr(engine.optimizer, "bf16_groups") else _gradients(engine))
         else:
             named = [(f"gradient {i}", g) for i, g in enumerate(grads)]
-        _reduce_all(engine, aggregator, named, min(bucket_elements, elements_per_buffer))
+        _reduce_all(engine, aggregator, named, min(BUCKET_ELEMENTS, elements_per_buffer))
 
     bindings.bind(engine, "buffered_allreduce_fallback", buffered_allreduce_fallback)
 

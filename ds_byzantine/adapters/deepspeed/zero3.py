@@ -67,10 +67,6 @@ class Zero3:
             own = flat[layout.bounds[transport.rank] : layout.bounds[transport.rank + 1]]
             partitions[:] = torch.split(own.to(self.optimizer.gradient_accumulation_dtype), shares)
 
-        if self.aggregator.scope != "model":
-            self.aggregator.submit(Bucket(self._packed(params, dtype), layout, self._scale()), partition)
-            return partitions
-
         def add_later(flat: Tensor) -> None:
             partition(flat)
             held = getattr(self.optimizer, f"{MANGLED}__param_id_to_grad_partition")
@@ -78,7 +74,11 @@ class Zero3:
                 held[ds_id].view(-1)[: part.numel()].add_(part)
 
         ids = [param.ds_id for param in params]
-        self.aggregator.submit(Bucket(self._packed(params, dtype), layout, self._scale()), add_later)
+        later = self.aggregator.scope == "model"
+        bucket = Bucket(self._packed(params, dtype), layout, self._scale())
+        self.aggregator.submit(bucket, add_later if later else partition)
+        if not later:
+            return partitions
         nothing = params[0].grad.new_zeros(sum(shares), dtype=self.optimizer.gradient_accumulation_dtype)
         return list(torch.split(nothing, shares))  # the host copies or adds these now; `flush` adds the real ones
 
