@@ -7,88 +7,136 @@ are; the sums over the chunks are the tensors' statistics, the same on every ran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ds_byzantine.exchange.all_to_all import gather_partials
+from ds_byzantine.exchange.all_to_all import gather_partials, over_reductions, sum_over_ranks
+from ds_byzantine.exchange.groups import Part, Peers
 from ds_byzantine.exchange.routes import Routes
-from ds_byzantine.exchange.transport import Transport
 from ds_byzantine.monitor.recorder import Recorder
 from ds_byzantine.rules.apply import Aggregator
 from ds_byzantine.rules.verdicts import Verdict, add_up, decide, piece_statistics
 from ds_byzantine.types import Piece
 
 
-class Judge:
-    """Reaches the verdicts of one rank, alike on all ranks.
+@dataclass
+class Block:
+    """The rows of one bucket, as far as they lie at this rank.
 
     Args:
-        transport: the n replicas.
+        rows_ND: of this rank's chunk.
+        routes: of the bucket.
+        kind: the reduction that the bucket belongs to.
+    """
+
+    rows_ND: Tensor
+    routes: Routes
+    kind: int = 0
+
+
+class Judge:
+    """Reaches the verdicts of one rank, alike on all ranks that hold parts of the same tensors.
+
+    Args:
+        peers: this rank's reductions and the other ranks of its replica.
         aggregator: the rule, its pre-aggregations and f.
         scope: "tensor", "shard" or "model": the block over which the rule decides.
         recorder: is told which rows were not finite and how far the rows are from the aggregate.
     """
 
-    def __init__(self, transport: Transport, aggregator: Aggregator, scope: str, recorder: Recorder) -> None:
-        self.transport = transport
+    def __init__(self, peers: Peers, aggregator: Aggregator, scope: str, recorder: Recorder) -> None:
+        self.peers = peers
         self.aggregator = aggregator
         self.scope = scope
         self.recorder = recorder
 
-    def verdicts(self, held: Sequence[tuple[Tensor, Routes]], step: int) -> list[list[Verdict]]:
+    def verdicts(self, held: Sequence[Block], step: int) -> list[list[Verdict]]:
         """One verdict per tensor for each bucket; a collective call unless the scope is "shard".
 
         Args:
-            held: the rows of this rank's chunk and the routes of each bucket.
+            held: the buckets to decide on; with scope "model" all of the step.
             step: seeds what is drawn at random; the same on all ranks.
         """
         if self.scope == "model":
             verdict = self._together(held, step)
-            return [[verdict] * len(route.tensors) for _, route in held]
-        found = []
-        for rows_ND, route in held:
-            finite_TN, basis_TEE = self._statistics(rows_ND, route)
-            own = {piece.tensor for piece in route.pieces[self.transport.rank]}
-            known = own if self.scope == "shard" else set(range(len(route.tensors)))
-            found.append(self._decided(route.tensors, finite_TN, basis_TEE, known, step))
-        return found
+            return [[verdict] * len(one.routes.tensors) for one in held]
+        return [self._apart(one, step) for one in held]
 
-    def _together(self, held: Sequence[tuple[Tensor, Routes]], step: int) -> Verdict:
-        """One verdict for all tensors: their matrices add, and a row that is not finite anywhere is out everywhere."""
-        parts = [self._statistics(*one) for one in held]
-        finite_TN = torch.cat([finite for finite, _ in parts]).all(0, keepdim=True)
-        if not all(bool(finite.eq(finite_TN).all()) for finite, _ in parts):
-            parts = [self._statistics(*one, finite_TN[0]) for one in held]
-        bases = [basis for _, basis in parts if basis is not None]
-        basis_TEE = torch.cat(bases).sum(0, keepdim=True) if bases else None
-        return self._decided(["all tensors"], finite_TN, basis_TEE, {0}, step)[0]
-
-    def _statistics(
-        self, rows_ND: Tensor, route: Routes, kept_N: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        local, with_gram = self.scope == "shard", self.aggregator.needs_gram
-        return agreed_statistics(
-            self.transport, rows_ND, route, self.recorder, with_gram=with_gram, local=local, kept_N=kept_N
-        )
-
-    def _decided(
-        self, names: Sequence[str], finite_TN: Tensor, basis_TEE: Tensor | None, known: set[int], step: int
-    ) -> list[Verdict]:
-        """Decide, and record what was seen of the tensors that this rank knows about."""
+    def _apart(self, one: Block, step: int) -> list[Verdict]:
+        """One verdict per tensor of a bucket, and a record of what was seen of those that this rank knows about."""
+        finite_TN, basis_TEE = self._statistics(one)
+        names = one.routes.tensors
+        own = {piece.tensor for piece in one.routes.pieces[self.peers.parts[one.kind].transport.rank]}
+        known = sorted(own) if self.scope == "shard" else range(len(names))
         with self.recorder.timed("rule"):
             verdicts, distances_TN = decide(self.aggregator, finite_TN, basis_TEE, step)
+        tally = self.recorder.tallies[one.kind]
         for t in known:
-            self.recorder.saw(names[t], finite_TN[t], self.aggregator.f)
+            tally.saw(names[t], finite_TN[t], self.aggregator.f)
         if distances_TN is not None:
-            shard = self.scope == "shard"
-            target = self.recorder.local_distances if shard else self.recorder.global_distances
-            target += distances_TN[sorted(known)].sum(0)
+            target = tally.own_distances if self.scope == "shard" else tally.distances
+            target += distances_TN[[t for t in known if self.peers.counts(names[t])]].sum(0)
         return verdicts
+
+    def _together(self, held: Sequence[Block], step: int) -> Verdict:
+        """One verdict for all tensors: their matrices add, and a row that is not finite anywhere is out everywhere."""
+        parts = [self._statistics(one) for one in held]
+        finite_N = self._finite_everywhere(held, [finite_TN for finite_TN, _ in parts])
+        if not all(bool(finite_TN.eq(finite_N).all()) for finite_TN, _ in parts):
+            parts = [self._statistics(one, finite_N) for one in held]
+        bases_KEE = self._counted_bases(held, [basis_TEE for _, basis_TEE in parts])
+        basis_1EE = self._over_replica(bases_KEE, held[0].rows_ND.device)
+        with self.recorder.timed("rule"):
+            verdict = decide(self.aggregator, finite_N[None], basis_1EE, step)[0][0]
+            self.recorder.tallies[0].saw("all tensors", finite_N, self.aggregator.f)
+            if bases_KEE is not None and self.aggregator.output_is_point:
+                for tally, basis_EE in zip(self.recorder.tallies, bases_KEE, strict=True):
+                    tally.distances += verdict.distances_in(basis_EE)
+        return verdict
+
+    def _finite_everywhere(self, held: Sequence[Block], flags: Sequence[Tensor]) -> Tensor:
+        """Rows that are finite in all tensors of all reductions, bool [n]."""
+        finite_N = torch.cat(list(flags)).all(0)
+        if self.peers.replica is None:
+            return finite_N
+        device = held[0].rows_ND.device
+        return sum_over_ranks(self.peers.replica, (~finite_N).double(), device) == 0
+
+    def _counted_bases(self, held: Sequence[Block], bases: Sequence[Tensor | None]) -> Tensor | None:
+        """Of each of this rank's reductions, the sum of the matrices of tensors whose copy here counts: [K, E, E]."""
+        size = self.peers.n + 1
+        total = torch.zeros(len(self.peers.parts), size, size, dtype=torch.float64)
+        for one, basis_TEE in zip(held, bases, strict=True):
+            if basis_TEE is None:
+                return None
+            counted = [t for t, name in enumerate(one.routes.tensors) if self.peers.counts(name)]
+            total[one.kind] += basis_TEE[counted].sum(0)
+        return total
+
+    def _over_replica(self, bases_KEE: Tensor | None, device: torch.device) -> Tensor | None:
+        """The matrix of all gradients, [1, E, E], from those of this rank's reductions."""
+        if bases_KEE is None:
+            return None
+        totals = over_reductions(self.peers, list(bases_KEE.flatten(1)), device)
+        size = bases_KEE.shape[-1]
+        return torch.stack([totals[key] for key in sorted(totals)]).sum(0).view(1, size, size)
+
+    def _statistics(self, one: Block, kept_N: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return agreed_statistics(
+            self.peers.parts[one.kind],
+            one.rows_ND,
+            one.routes,
+            self.recorder,
+            with_gram=self.aggregator.needs_gram,
+            local=self.scope == "shard",
+            kept_N=kept_N,
+        )
 
 
 def agreed_statistics(
-    transport: Transport,
+    part: Part,
     rows_ND: Tensor,
     routes: Routes,
     recorder: Recorder,
@@ -100,7 +148,10 @@ def agreed_statistics(
     """Which rows of each tensor are finite, and the tensors' matrices over exactly those rows.
 
     Args:
+        part: the reduction.
         rows_ND: the rows of this rank's chunk.
+        routes: of the bucket.
+        recorder: is told how long it took.
         with_gram: whether inner products are wanted.
         local: this rank's pieces only, without communication (scope shard).
         kept_N: rows to use, bool [n], if that is decided already.
@@ -109,7 +160,7 @@ def agreed_statistics(
         finite_TN, bool, and basis_TEE, float64 (see `Geometry`) or None; on the CPU. With `local`, tensors without a
         piece here have all rows finite and a zero matrix.
     """
-    n = transport.size
+    n, transport = part.n, part.transport
     own = routes.pieces[transport.rank]
     kept: list[Tensor | None] = [kept_N] * len(own)
     while True:  # once as a rule; each further round uses fewer rows, those that were found finite everywhere
@@ -133,9 +184,7 @@ def agreed_statistics(
         kept = [finite_TN[piece.tensor] for piece in own]
 
 
-def _own_statistics(
-    rows_ND: Tensor, own: Sequence[Piece], kept: Sequence[Tensor | None], with_gram: bool
-) -> Tensor:
+def _own_statistics(rows_ND: Tensor, own: Sequence[Piece], kept: Sequence[Tensor | None], with_gram: bool) -> Tensor:
     if own:
         return torch.stack(
             [

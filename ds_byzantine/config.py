@@ -128,6 +128,11 @@ class ByzantineConfig(Strict):
         description="The block over which a rule decides: each parameter tensor, each piece that a rank aggregates, "
         "or all gradients of the step.",
     )
+    fault_domain: Literal["replica", "node"] = Field(
+        default="replica",
+        description='What fails as one: a replica, or with "node" all replicas of a host, whose mean is one row. That '
+        "divides n, and the bytes between hosts, by the replicas of a host.",
+    )
     aggregate_at: Literal["micro_step", "boundary"] = Field(
         default="micro_step",
         description="What the rule sees with gradient accumulation: each micro-step's gradients when the host reduces "

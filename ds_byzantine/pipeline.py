@@ -4,22 +4,22 @@
 
 Host adapters call `ShardAggregator.submit` where the host would have averaged, and `end_step` once per optimizer step.
 With `scope: model` the verdict has to wait for the last bucket: there `submit` only sends the rows, and `flush` does
-the rest for all buckets at once.
+the rest for all buckets at once. Buckets of weights that are tied over pipeline stages wait as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ds_byzantine.agreement import Judge
-from ds_byzantine.exchange.all_to_all import scatter_rows, sum_over_replicas
-from ds_byzantine.exchange.deliver import deliver
-from ds_byzantine.exchange.routes import Routes, routes
-from ds_byzantine.exchange.transport import Transport
+from ds_byzantine.agreement import Block, Judge
+from ds_byzantine.exchange.all_to_all import over_reductions, scatter_rows, sum_over_ranks
+from ds_byzantine.exchange.deliver import deliver, share
+from ds_byzantine.exchange.groups import Part, Peers
+from ds_byzantine.exchange.routes import routes
 from ds_byzantine.exchange.workspace import Workspace
 from ds_byzantine.monitor.events import StepEvent
 from ds_byzantine.monitor.recorder import Recorder
@@ -27,36 +27,34 @@ from ds_byzantine.rules.apply import Aggregator
 from ds_byzantine.rules.verdicts import Verdict, combine_pieces
 from ds_byzantine.types import Bucket
 
-Tap = Callable[[Tensor, int], object]
+Tap = Callable[[Tensor, int, Part], object]
 Commit = Callable[[Tensor], object]
 
 
 @dataclass
-class Held:
+class Held(Block):
     """A bucket whose rows lie at their aggregators and wait for a verdict."""
 
-    bucket: Bucket
-    routes: Routes
-    rows_ND: Tensor
-    commit: Commit | None = None
+    bucket: Bucket = field(kw_only=True)
+    commit: Commit = field(kw_only=True)
 
 
 class ShardAggregator:
     """Replaces the mean over n replicas by a robust rule, bucket by bucket.
 
     Args:
-        transport: the n replicas.
+        peers: the replicas, the reductions in which this rank takes part, and the other ranks of its replica.
         aggregator: the rule, its pre-aggregations and f.
         scope: "tensor" (one verdict per parameter tensor, alike on all layouts), "shard" (one per tensor piece at its
             aggregator, no communication) or "model" (one for all tensors that are resolved together).
-        tap: called with (flat, step) before the exchange: a drill spoils the gradients of a bad replica there.
+        tap: called with (flat, step, part) before the exchange: a drill spoils a bad replica's gradients there.
         distances_every: measure the rows' distances to the aggregate every so many steps.
         step_of: number of the optimizer step in progress; the same on all ranks.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        peers: Peers,
         aggregator: Aggregator,
         *,
         scope: str = "tensor",
@@ -64,15 +62,15 @@ class ShardAggregator:
         distances_every: int = 1,
         step_of: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.transport = transport
+        self.peers = peers
         self.aggregator = aggregator
         self.scope = scope
         self.tap = tap
         self.distances_every = distances_every
         self._step_of = step_of
         self.workspace = Workspace()
-        self.recorder = Recorder(transport.size)
-        self._judge = Judge(transport, aggregator, scope, self.recorder)
+        self.recorder = Recorder(peers.n, len(peers.parts))
+        self._judge = Judge(peers, aggregator, scope, self.recorder)
         self._sent_before = 0
         self._device = torch.device("cpu")  # of the last bucket: where the transport can send from
         self._held: list[Held] = []
@@ -82,63 +80,70 @@ class ShardAggregator:
         """Aggregate one bucket and hand the result to `commit`; a collective call, with the same layout on all ranks.
 
         Args:
-            bucket: see `Bucket`. With scope "model" its memory is free for the host again when this returns.
-            commit: called with the aggregate, laid out as `bucket.flat`: now, or by `flush` with scope "model".
+            bucket: see `Bucket`. If it has to wait its memory is free for the host again when this returns.
+            commit: called with the aggregate, laid out as `bucket.flat`: now, or by `flush` if the bucket waits.
         """
         if bucket.flat.numel() == 0:
             return
-        one = self._collect(bucket)
-        if self.scope == "model":
-            one.bucket, one.commit = replace(bucket, flat=bucket.flat[:0]), commit
+        one = self._collect(bucket, commit)
+        if self.waits(bucket):
+            one.bucket = replace(bucket, flat=bucket.flat[:0])
             self._held.append(one)
-            return
-        self._resolve([one])
-        commit(bucket.flat)
+        else:
+            self._resolve([one])
+            commit(bucket.flat)
+
+    def waits(self, bucket: Bucket) -> bool:
+        """Whether `submit` leaves this bucket to `flush`: all do with scope "model", else those that are shared."""
+        return self.scope == "model" or bucket.shared_as is not None
 
     @torch.no_grad()
     def flush(self) -> None:
-        """With scope "model": decide on all buckets submitted since the last flush, and commit them. Else nothing."""
-        held, self._held = self._held, []
+        """Resolve and commit all buckets that wait; the shared ones last, in an order that all their holders keep."""
+        held = sorted(self._held, key=lambda one: one.bucket.shared_as or "")
+        self._held = []
         for one in held:
             one.bucket.flat = one.rows_ND.new_empty(one.bucket.layout.numel)
         if held:
             self._resolve(held)
         for one in held:
-            if one.commit is not None:
-                one.commit(one.bucket.flat)
+            one.commit(one.bucket.flat)
 
-    def _collect(self, bucket: Bucket) -> Held:
+    def _collect(self, bucket: Bucket, commit: Commit) -> Held:
         """Send the rows to their aggregators. Rows that have to wait get memory of their own, not the workspace."""
+        part = self.peers.parts[bucket.kind]
         if self.tap is not None:
-            self.tap(bucket.flat, self.step)
-        route = routes(bucket.layout, self.transport.rank)
+            self.tap(bucket.flat, self.step, part)
+        route = routes(bucket.layout, part.transport.rank)
         self._device = bucket.flat.device
         self.recorder.tensors.update(route.tensors)
         self.recorder.stock_bytes += bucket.stock_bytes
         with self.recorder.timed("exchange"):
-            workspace = Workspace() if self.scope == "model" else self.workspace
-            rows_ND = scatter_rows(self.transport, bucket.flat, route, workspace)
-        return Held(bucket, route, rows_ND)
+            workspace = Workspace() if self.waits(bucket) else self.workspace
+            rows_ND = scatter_rows(part, bucket.flat, route, workspace)
+        return Held(rows_ND, route, bucket.kind, bucket=bucket, commit=commit)
 
     def _resolve(self, held: Sequence[Held]) -> None:
         """Decide, combine and deliver; the buckets are decided on together if the scope is "model"."""
-        verdicts = self._judge.verdicts([(one.rows_ND, one.routes) for one in held], self.step)
-        for one, chosen in zip(held, verdicts, strict=True):
+        for one, chosen in zip(held, self._judge.verdicts(held, self.step), strict=True):
+            transport = self.peers.parts[one.kind].transport
             with self.recorder.timed("rule"):
-                chunk_D = self._combine(one, chosen)
+                self._combine(one, chosen)
             with self.recorder.timed("exchange"):
-                layout = one.bucket.layout
-                deliver(self.transport, one.bucket.flat, chunk_D, layout, one.routes, self.workspace)
+                flat, layout = one.bucket.flat, one.bucket.layout
+                for shared in self.peers.shared:
+                    share(shared, flat, layout, one.routes, transport.rank)
+                deliver(transport, flat, layout, one.routes, self.workspace)
 
     def end_step(self) -> StepEvent:
-        """Close the books of one optimizer step; a collective call (one all-gather of n numbers per rank)."""
-        self._add_up_books()
-        recorder = self.recorder
-        distances = recorder.global_distances + recorder.local_distances if self._measured else None
-        sent = self.transport.bytes_sent - self._sent_before
-        event = recorder.event(self.step, distances, sent)
-        recorder.reset()
-        self._sent_before = self.transport.bytes_sent
+        """Close the books of one optimizer step; a collective call of a few numbers per replica."""
+        totals = self._add_up_books()
+        sent = self._bytes_sent()
+        event = self.recorder.event(
+            self.step, totals, sent - self._sent_before, measured=self._measured, ranks=self._ranks(totals)
+        )
+        self.recorder.reset()
+        self._sent_before = sent
         return event
 
     @property
@@ -151,18 +156,34 @@ class ShardAggregator:
         """Whether the rows' distances to the aggregate are measured in this step; from inner products they are free."""
         return self.aggregator.output_is_point or self.step % self.distances_every == 0
 
-    def _combine(self, one: Held, verdicts: Sequence[Verdict]) -> Tensor:
-        pieces = one.routes.pieces[self.transport.rank]
-        chunk_D = torch.empty_like(one.rows_ND[0])
-        known = self.aggregator.output_is_point  # from the inner products, by the judge
-        distances_N = self.recorder.local_distances if self._measured and not known else None
-        combine_pieces(one.rows_ND, pieces, verdicts, chunk_D, distances_N)
+    def _combine(self, one: Held, verdicts: Sequence[Verdict]) -> None:
+        """Aggregate this rank's chunk in place: what the replica itself had there has been sent."""
+        rank = self.peers.parts[one.kind].transport.rank
+        names, pieces = one.routes.tensors, one.routes.pieces[rank]
+        chunk_D = one.bucket.layout.chunk_of(one.bucket.flat, rank)
+        distances_N = None
+        if self._measured and not self.aggregator.output_is_point:  # else the judge knows them from inner products
+            distances_N = self.recorder.tallies[one.kind].own_distances
+        counted = [piece for piece in pieces if self.peers.counts(names[piece.tensor])]
+        others = [piece for piece in pieces if not self.peers.counts(names[piece.tensor])]
+        combine_pieces(one.rows_ND, counted, verdicts, chunk_D, distances_N)
+        combine_pieces(one.rows_ND, others, verdicts, chunk_D, None)
         if one.bucket.scale != 1.0:
             chunk_D *= one.bucket.scale
-        return chunk_D
 
-    def _add_up_books(self) -> None:
-        """Sum over the ranks what each of them knows for its own chunks only."""
-        shard = self.scope == "shard"
+    def _add_up_books(self) -> dict[tuple[int, int], Tensor]:
+        """What all ranks of the job know alike of each reduction, from what each rank knows."""
+        shard, tallies = self.scope == "shard", self.recorder.tallies
         if shard or not self.aggregator.output_is_point:
-            self.recorder.take(sum_over_replicas(self.transport, self.recorder.own(), self._device), flags=shard)
+            for part, tally in zip(self.peers.parts, tallies, strict=True):
+                tally.take(sum_over_ranks(part.transport, tally.own(), self._device), flags=shard)
+        return over_reductions(self.peers, [tally.totals() for tally in tallies], self._device)
+
+    def _ranks(self, keys: Iterable[tuple[int, int]]) -> dict[tuple[int, int], tuple[tuple[int, ...], ...]]:
+        roster = self.peers.roster
+        return {key: tuple(roster.ranks_in(*key, replica) for replica in range(roster.n)) for key in keys}
+
+    def _bytes_sent(self) -> int:
+        shared = sum(one.transport.bytes_sent for one in self.peers.shared)
+        replica = self.peers.replica.bytes_sent if self.peers.replica is not None else 0
+        return sum(part.bytes_sent for part in self.peers.parts) + shared + replica

@@ -95,7 +95,8 @@ def plan(
     bucket_numel: int | None = None,
     accumulation: int = 1,
     everyone: bool = False,
-    tied: bool = False,
+    ranks: int | None = None,
+    within: str = "",
     path: str = "byzantine",
 ) -> Plan:
     """Decide whether the section can hold, derive what it leaves out and count the cost.
@@ -110,7 +111,8 @@ def plan(
         bucket_numel: elements that the host reduces at once; left out: all of them.
         accumulation: micro-steps in an optimizer step.
         everyone: the host needs the whole average on all ranks whatever the stage (DeepSpeed's BF16_Optimizer).
-        tied: some parameters are tied or replicated over model-parallel ranks.
+        ranks: ranks in a reduction, if more than one of a replica take part (sequence and expert parallelism, nodes).
+        within: what a replica consists of, e.g. "pipeline 2 x tensor 2"; empty for one rank.
         path: dotted config path for messages.
 
     Raises:
@@ -126,20 +128,15 @@ def plan(
     if n < 1 or stage not in (None, 0, 1, 2, 3):
         raise ConfigError(f"plan: got replicas={n}, stage={stage}; a job has at least 1 replica and ZeRO stage 0 to 3.")
     f = _derived(config, n) if config.f is None else config.f
-    _check(config, n, f, path)
-    if tied and config.scope == "shard" and uses_gram(config):
-        raise InfeasibleError(
-            f'{path}.scope: "shard" lets each rank decide for its piece, but copies of tied or replicated parameters '
-            'would get different decisions and drift apart. Use "tensor", or a coordinate-wise rule such as "median".'
-        )
-    ours, stock = _shares(n, 0 if stage is None or everyone else stage)
+    _check_within(config, n, f, within, path)
+    ours, stock = _shares(ranks or n, 0 if stage is None or everyone else stage)
     cost = Cost(None if n == 1 else ours / stock)
     if numel is not None:
         plain = round(stock * numel * dtype_bytes)
         sent = round(ours * numel * dtype_bytes) + _statistics_bytes(config, n, tensors)
         memory = _extra_elements(config, n, stage, numel, bucket_numel or numel) * dtype_bytes
         cost = Cost(sent / plain if plain else None, sent, plain, memory)
-    host = "data parallel" if stage is None else f"ZeRO-{stage}"
+    host = ("data parallel" if stage is None else f"ZeRO-{stage}") + (f", {within} in a replica" if within else "")
     warnings = _warnings(config, n, f, stage, accumulation, path)
     return Plan(n, f, config, host, warnings, _drill(config, n, f, path), *cost)
 
@@ -198,6 +195,17 @@ def _rows_left(pre: Sequence[PreConfig], n: int, f: int) -> tuple[int, int | Non
             return n, i
         n = info.points_after(n, one.params)
     return n, None
+
+
+def _check_within(config: ByzantineConfig, n: int, f: int, within: str, path: str) -> None:
+    """As `_check`; says why there are fewer replicas than ranks."""
+    try:
+        _check(config, n, f, path)
+    except InfeasibleError as error:
+        if not within:
+            raise
+        why = f"A replica is {within} here: ranks that mix what they compute fail together."
+        raise InfeasibleError(f"{error} ({why})") from error
 
 
 def _check(config: ByzantineConfig, n: int, f: int, path: str) -> None:

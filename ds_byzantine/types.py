@@ -67,9 +67,13 @@ class Layout:
         return self.bounds[-1]
 
     @property
-    def replicas(self) -> int:
-        """Ranks that take part, n."""
+    def ranks(self) -> int:
+        """Ranks that take part."""
         return len(self.bounds) - 1
+
+    def chunk_of(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of a bucket that `rank` aggregates, a view."""
+        return flat[self.bounds[rank] : self.bounds[rank + 1]]
 
 
 @dataclass
@@ -81,16 +85,21 @@ class Bucket:
             (EVERYONE), the slices this rank owns (OWNERS) or this rank's chunk (AGGREGATOR). The rest is undefined.
         layout: where everything lies.
         scale: factor on the aggregate, so that it has the scale that the host's own reduction would have given.
+        kind: which of the rank's reductions this is (dense, or that of some experts).
+        shared_as: for a bucket that other ranks of the replica hold as well, in buckets of other composition: a name
+            that gives the order in which they all come to it. It is resolved after all others, by `flush`.
     """
 
     flat: torch.Tensor
     layout: Layout
     scale: float = 1.0
+    kind: int = 0
+    shared_as: str | None = None
 
     @property
     def stock_bytes(self) -> int:
         """Bytes that a rank sends in the host's own reduction: ring all-reduce, or reduce-scatter in ZeRO 3."""
-        n, nbytes = self.layout.replicas, self.flat.numel() * self.flat.element_size()
+        n, nbytes = self.layout.ranks, self.flat.numel() * self.flat.element_size()
         passes = 1 if self.layout.delivery is Delivery.AGGREGATOR else 2
         return passes * nbytes * (n - 1) // n
 

@@ -109,6 +109,7 @@ def pairs(table: dict[str, dict], section: dict = MEAN) -> list[dict]:
         jobs.append({**job, "name": f"{name}.ours", "byzantine": dict(section)})
     return jobs
 
+
 # Rules whose result must not depend on how DeepSpeed lays the gradients out. 7 replicas: the least that bulyan takes.
 LAYOUT_REPLICAS = 7
 LAYOUT_RULES: dict[str, dict] = {

@@ -12,6 +12,7 @@ import torch
 from layouts import needed, per_tensor
 from torch import Tensor
 
+from ds_byzantine.exchange.groups import Peers
 from ds_byzantine.exchange.local import LocalTransport, LocalWorld
 from ds_byzantine.monitor.events import StepEvent
 from ds_byzantine.pipeline import ShardAggregator
@@ -69,7 +70,7 @@ def run(
 
     def job(transport: LocalTransport) -> Run:
         ready = Aggregator.create(rule, f, pre)
-        path = ShardAggregator(transport, ready, step_of=lambda: STEP, tap=taps(transport.rank), **options)
+        path = ShardAggregator(Peers.plain(transport), ready, step_of=lambda: STEP, tap=taps(transport.rank), **options)
         flats = [torch.empty(0) for _ in rows]
         for i, (rows_ND, one) in enumerate(zip(rows, layout, strict=True)):
             host = rows_ND[transport.rank].clone()
@@ -82,7 +83,7 @@ def run(
         path.flush()
         return Run(flats, path.end_step(), path)
 
-    return LocalWorld(layout[0].replicas, timeout=30).run(job)
+    return LocalWorld(layout[0].ranks, timeout=30).run(job)
 
 
 def simple(*sizes: int, n: int = N, delivery: Delivery = Delivery.EVERYONE) -> Layout:

@@ -17,7 +17,7 @@ from ds_byzantine.drills.scenario import DrillConfig
 from ds_byzantine.errors import ConfigError
 
 DRILLS = Path(__file__).parents[1] / "configs/drills"
-Gather = Callable[[torch.Tensor], torch.Tensor]
+Gather = Callable[[torch.Tensor, object], torch.Tensor]
 
 
 # -- scenario ----------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Replicas:
     def _gather(self, replica: int) -> Gather:
         offset = 0
 
-        def gather(block_D: torch.Tensor) -> torch.Tensor:
+        def gather(block_D: torch.Tensor, _: object) -> torch.Tensor:
             nonlocal offset
             start, offset = offset, (offset + block_D.numel()) % max(self.sent.shape[1], 1)
             self.gathered[replica] += 1
@@ -184,7 +184,7 @@ def test_empty_buckets_pass() -> None:
 
 def noise(seed: int, step: int, replica: int, call: int) -> torch.Tensor:
     drill = DrillConfig.load({"name": "gaussian", "seed": seed, "replicas": [0, 1]})
-    injector = Injector(drill, 4, 1, replica, lambda block_D: block_D)
+    injector = Injector(drill, 4, 1, replica, lambda block_D, _: block_D)
     for _ in range(call + 1):
         flat = torch.ones(8)
         injector.tap(flat, step)
@@ -200,7 +200,7 @@ def test_noise_depends_on_seed_step_replica_and_call_and_on_nothing_else() -> No
 
 def test_calls_are_counted_per_step() -> None:
     drill = DrillConfig.load({"name": "gaussian", "replicas": [0]})
-    injector = Injector(drill, 2, 0, 0, lambda block_D: block_D)
+    injector = Injector(drill, 2, 0, 0, lambda block_D, _: block_D)
     flats = [torch.ones(8) for _ in range(3)]
     for flat, step in zip(flats, (4, 5, 5), strict=True):
         injector.tap(flat, step)
@@ -210,17 +210,17 @@ def test_calls_are_counted_per_step() -> None:
 
 def first_tap(drill: DrillConfig, step: int) -> torch.Tensor:
     flat = torch.ones(8)
-    Injector(drill, 2, 0, 0, lambda block_D: block_D).tap(flat, step)
+    Injector(drill, 2, 0, 0, lambda block_D, _: block_D).tap(flat, step)
     return flat
 
 
 def test_a_tap_on_gradients_that_require_grad_leaves_no_graph() -> None:
     flat = torch.ones(4, requires_grad=True)
-    Injector(DrillConfig.load("zero"), 2, 0, 1, lambda block_D: block_D).tap(flat.data, 0)
+    Injector(DrillConfig.load("zero"), 2, 0, 1, lambda block_D, _: block_D).tap(flat.data, 0)
     assert flat.grad_fn is None
     assert torch.equal(flat.detach(), torch.zeros(4))
 
 
 def test_an_unknown_replica_is_refused_before_the_first_step() -> None:
     with pytest.raises(ConfigError, match="this job has replicas 0 to 1"):
-        Injector(DrillConfig.load({"name": "nan", "replicas": [2]}), 2, 0, 0, lambda block_D: block_D)
+        Injector(DrillConfig.load({"name": "nan", "replicas": [2]}), 2, 0, 0, lambda block_D, _: block_D)

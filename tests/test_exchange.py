@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from layouts import DTYPES, layouts, needed, tensor_index
 from torch import Tensor
 
-from ds_byzantine.exchange.all_to_all import gather_partials, gather_rows, scatter_rows, sum_over_replicas
+from ds_byzantine.exchange.all_to_all import gather_partials, gather_rows, scatter_rows, sum_over_ranks
 from ds_byzantine.exchange.deliver import deliver
+from ds_byzantine.exchange.groups import Part
 from ds_byzantine.exchange.local import LocalTransport, LocalWorld
 from ds_byzantine.exchange.routes import Routes, routes
 from ds_byzantine.exchange.workspace import Workspace
@@ -50,17 +51,18 @@ def scatter_and_deliver(layout: Layout, dtype: torch.dtype) -> list[tuple[Tensor
     def job(transport: LocalTransport) -> tuple[Tensor, Tensor, int]:
         flat, workspace = flat_of(transport.rank, layout.numel, dtype), Workspace()
         route = routes(layout, transport.rank)
-        rows_ND = scatter_rows(transport, flat, route, workspace)
-        seen, chunk_D = rows_ND.clone(), rows_ND[0] * 2 + rows_ND[-1]
-        deliver(transport, flat, chunk_D, layout, route, workspace)
+        rows_ND = scatter_rows(Part.plain(transport), flat, route, workspace)
+        seen = rows_ND.clone()
+        layout.chunk_of(flat, transport.rank).copy_(rows_ND[0] * 2 + rows_ND[-1])
+        deliver(transport, flat, layout, route, workspace)
         return seen, flat, transport.bytes_sent
 
-    return LocalWorld(layout.replicas, timeout=20).run(job)
+    return LocalWorld(layout.ranks, timeout=20).run(job)
 
 
 def expected_bytes(layout: Layout, rank: int) -> int:
     """Elements that leave a rank, counted one by one from the definitions."""
-    n, bounds = layout.replicas, layout.bounds
+    n, bounds = layout.ranks, layout.bounds
     chunk = set(range(bounds[rank], bounds[rank + 1]))
     sent = layout.numel - len(chunk)
     if layout.delivery is Delivery.EVERYONE:
@@ -71,7 +73,7 @@ def expected_bytes(layout: Layout, rank: int) -> int:
 
 
 def check_round_trip(layout: Layout, dtype: torch.dtype) -> None:
-    n, bounds = layout.replicas, layout.bounds
+    n, bounds = layout.ranks, layout.bounds
     rows_ND = torch.stack([flat_of(rank, layout.numel, dtype) for rank in range(n)])
     want = rows_ND[0] * 2 + rows_ND[-1]
     for rank, (seen, flat, sent) in enumerate(scatter_and_deliver(layout, dtype)):
@@ -97,7 +99,7 @@ def test_any_layout(layout: Layout, dtype: torch.dtype) -> None:
 @few
 @given(st.integers(1, 5).flatmap(lambda n: layouts(n)))
 def test_routes_agree_with_the_layout(layout: Layout) -> None:
-    n = layout.replicas
+    n = layout.ranks
     everybody = [routes(layout, rank) for rank in range(n)]
     for rank, route in enumerate(everybody):
         assert route.sizes == tuple(b - a for a, b in pairwise(layout.bounds))
@@ -136,7 +138,7 @@ def partials_job(layout: Layout, transport: LocalTransport) -> list[Tensor]:
 @few
 @given(st.integers(1, 5).flatmap(lambda n: layouts(n)))
 def test_partials_come_from_the_rank_that_claims_them(layout: Layout) -> None:
-    results = LocalWorld(layout.replicas, timeout=20).run(lambda transport: partials_job(layout, transport))
+    results = LocalWorld(layout.ranks, timeout=20).run(lambda transport: partials_job(layout, transport))
     for got in results:
         for rank, (partial, pieces) in enumerate(zip(got, routes(layout, 0).pieces, strict=True)):
             want = torch.arange(len(pieces) * 3, dtype=torch.float64).view(-1, 3) + 100 * rank
@@ -147,14 +149,14 @@ def test_sums_are_the_same_bits_on_all_ranks() -> None:
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(4, 6, generator=generator, dtype=torch.float64) * 10.0 ** torch.arange(6)
     world = LocalWorld(4)
-    sums = world.run(lambda t: sum_over_replicas(t, numbers[t.rank], torch.device("cpu")))
+    sums = world.run(lambda t: sum_over_ranks(t, numbers[t.rank], torch.device("cpu")))
     assert all(torch.equal(s, sums[0]) for s in sums)
     assert torch.allclose(sums[0], numbers.sum(0))
 
 
 def test_gather_rows_takes_views() -> None:
     matrix = torch.arange(12.0).view(3, 4)
-    rows = LocalWorld(4).run(lambda t: gather_rows(t, matrix[:, t.rank]))
+    rows = LocalWorld(4).run(lambda t: gather_rows(Part.plain(t), matrix[:, t.rank]))
     assert all(torch.equal(r, matrix.T) for r in rows)
 
 
@@ -171,8 +173,9 @@ def test_buckets_that_grow_and_shrink_through_one_workspace(delivery: Delivery) 
         for i, numel in enumerate(sizes):
             layout = bucket(numel)
             flat, route = flat_of(transport.rank + i, numel, torch.float32), routes(layout, transport.rank)
-            rows_ND = scatter_rows(transport, flat, route, workspace)
-            deliver(transport, flat, rows_ND.sum(0), layout, route, workspace)
+            rows_ND = scatter_rows(Part.plain(transport), flat, route, workspace)
+            layout.chunk_of(flat, transport.rank).copy_(rows_ND.sum(0))
+            deliver(transport, flat, layout, route, workspace)
             out.append(flat)
         return out, workspace.nbytes
 

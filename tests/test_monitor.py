@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ds_byzantine.monitor.events import SCHEMA, EventLog, RunEvent, StepEvent
+from ds_byzantine.monitor.locate import concentrated
 from ds_byzantine.monitor.recorder import Recorder
 
 RUN = RunEvent("0.1.0", "nnm + median", f=1, replicas=4, scope="tensor", stage=2, host="DeepSpeed", ranks={"0": [0]})
@@ -24,6 +25,7 @@ def step(number: int = 0, **changes: Any) -> StepEvent:
         "nonfinite": [0, 0, 1, 0],
         "distances": [1.0, 2.0, None, 3.0],
         "suspect": 2,
+        "suspect_ranks": [2],
         "unsafe": {},
         "bytes": 10,
         "stock_bytes": 20,
@@ -96,18 +98,27 @@ def flags(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.bool)
 
 
+ONE = {(0, 0): ((0,), (1,), (2,))}
+
+
+def event_of(recorder: Recorder, step: int = 0, **options: Any) -> StepEvent:
+    totals = {(0, 0): recorder.tallies[0].totals()}
+    return recorder.event(step, totals, options.pop("sent", 0), measured=options.pop("measured", True), ranks=ONE)
+
+
 def test_recorder_counts_rows_that_are_not_finite() -> None:
     recorder = Recorder(3)
-    recorder.saw("a", flags(1, 1, 1), f=1)
-    recorder.saw("b", flags(1, 0, 1), f=1)
-    recorder.saw("c", flags(0, 0, 1), f=1)
-    event = recorder.event(4, torch.tensor([4.0, 9.0, 16.0], dtype=torch.float64), sent=5)
+    tally = recorder.tallies[0]
+    tally.saw("a", flags(1, 1, 1), f=1)
+    tally.saw("b", flags(1, 0, 1), f=1)
+    tally.saw("c", flags(0, 0, 1), f=1)
+    tally.distances += torch.tensor([4.0, 9.0, 16.0])
+    event = event_of(recorder, 4, sent=5)
     assert (event.step, event.bytes) == (4, 5)
     assert (event.kept, event.dropped, event.nonfinite) == ([2], [0, 1], [1, 2, 0])
     assert event.unsafe == {"c": [0, 1]}
     assert event.distances == [None, None, 4.0]
     assert event.suspect == 0
-    assert recorder.tensors == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize(
@@ -115,48 +126,77 @@ def test_recorder_counts_rows_that_are_not_finite() -> None:
     [([1.0, 4.0, 2.0], 1), ([4.0, 4.0, 1.0], 0), ([0.0, 0.0, 0.0], None), ([0.0, 0.0, 1e-30], 2)],
 )
 def test_suspect_is_the_farthest_replica(distances: list[float], suspect: int | None) -> None:
-    event = Recorder(3).event(0, torch.tensor(distances, dtype=torch.float64), sent=0)
+    recorder = Recorder(3)
+    recorder.tallies[0].distances += torch.tensor(distances, dtype=torch.float64)
+    event = event_of(recorder)
     assert event.suspect == suspect
+    assert event.suspect_ranks == ([] if suspect is None else [suspect])
     assert event.distances == [d**0.5 for d in distances]
+    assert event_of(recorder, measured=False).distances == [None] * 3
+    assert event_of(recorder, measured=False).suspect is None
 
 
 def test_recorder_starts_anew() -> None:
-    recorder = Recorder(2)
-    recorder.saw("a", flags(0, 0), f=0)
-    recorder.local_distances += 3.0
-    recorder.global_distances += 3.0
+    recorder = Recorder(3)
+    recorder.tallies[0].saw("a", flags(0, 0, 1), f=0)
+    recorder.tallies[0].own_distances += 3.0
+    recorder.tallies[0].distances += 3.0
     recorder.stock_bytes = 8
     with recorder.timed("rule"):
         pass
     assert recorder.milliseconds["rule"] > 0
-    first = recorder.event(0, torch.zeros(2, dtype=torch.float64), sent=0)
+    first = event_of(recorder)
     recorder.reset()
-    again = recorder.event(1, recorder.global_distances + recorder.local_distances, sent=0)
-    assert again == Recorder(2).event(1, torch.zeros(2, dtype=torch.float64), sent=0)
-    assert first.nonfinite == [1, 1]  # an event does not change afterwards
+    assert event_of(recorder, 1) == event_of(Recorder(3), 1)
+    assert first.nonfinite == [1, 1, 0]  # an event does not change afterwards
     assert first.unsafe == {"a": [0, 1]}
 
 
 def test_sums_over_ranks() -> None:
     """Two ranks that know their own chunks only."""
-    ranks = [Recorder(2), Recorder(2)]
-    ranks[0].saw("a", flags(1, 0), f=0)
-    ranks[1].saw("b", flags(1, 1), f=0)
+    ranks = [Recorder(3), Recorder(3)]
+    ranks[0].tallies[0].saw("a", flags(1, 0, 1), f=0)
+    ranks[1].tallies[0].saw("b", flags(1, 1, 1), f=0)
     for rank, recorder in enumerate(ranks):
-        recorder.local_distances += torch.tensor([1.0, 10.0]) * (rank + 1)
-    sums = ranks[0].own() + ranks[1].own()
+        recorder.tallies[0].own_distances += torch.tensor([1.0, 10.0, 1.0]) * (rank + 1)
+    sums = ranks[0].tallies[0].own() + ranks[1].tallies[0].own()
     for recorder in ranks:
-        recorder.take(sums, flags=True)
-        event = recorder.event(0, recorder.local_distances, sent=0)
-        assert event.nonfinite == [0, 1]
+        recorder.tallies[0].take(sums, flags=True)
+        event = event_of(recorder)
+        assert event.nonfinite == [0, 1, 0]
         assert event.distances[0] == pytest.approx(3.0**0.5)
         assert list(event.unsafe.values()) == [[1]]
-    assert "a" in ranks[0].unsafe
+    assert "a" in ranks[0].tallies[0].unsafe
 
 
 def test_sums_leave_the_flags_alone_where_they_are_known_everywhere() -> None:
-    recorder = Recorder(2)
-    recorder.saw("a", flags(1, 0), f=1)
-    recorder.take(2 * recorder.own(), flags=False)
-    assert recorder.nonfinite == [0, 1]
-    assert recorder.unsafe == {}
+    tally = Recorder(3).tallies[0]
+    tally.saw("a", flags(1, 0, 1), f=1)
+    tally.take(2 * tally.own(), flags=False)
+    assert tally.nonfinite.tolist() == [0, 1, 0]
+    assert tally.unsafe == {}
+
+
+def test_a_replica_is_judged_by_all_its_reductions() -> None:
+    """Two pipeline stages: neither alone tells, their sum does; where one stage is bad, its rank is named."""
+    stages = {(0, 0): ((0,), (1,), (2,)), (0, 3): ((3,), (4,), (5,))}
+    totals = {
+        (0, 0): torch.tensor([5.0, 4.0, 4.0, 0, 0, 0, 0]).double(),
+        (0, 3): torch.tensor([1.0, 1.0, 90.0, 0, 0, 0, 0]).double(),
+    }
+    event = Recorder(3).event(0, totals, 0, measured=True, ranks=stages)
+    assert event.distances == pytest.approx([6**0.5, 5**0.5, 94**0.5])
+    assert (event.suspect, event.suspect_ranks) == (2, [5])
+    totals[0, 0][3 + 1] = 2  # two rows of replica 1 that were not finite, in the first stage
+    totals[0, 0][-1] = 1  # more than f in one tensor
+    event = Recorder(3).event(0, totals, 0, measured=True, ranks=stages)
+    assert (event.suspect, event.suspect_ranks, event.dropped) == (1, [1], [1])
+    assert list(event.unsafe.values()) == [[1]]
+
+
+def test_trouble_everywhere_names_all_ranks() -> None:
+    ranks = {(0, 0): ((0,), (2,), (4,)), (0, 1): ((1,), (3,), (5,))}
+    even = {key: torch.tensor([1.0, 8.0, 1.0]) for key in ranks}
+    assert concentrated(even, 1, ranks) == [2, 3]
+    assert concentrated({key: torch.ones(3) for key in ranks}, 1, ranks) == [2, 3]
+    assert concentrated({(0, 0): torch.ones(1)}, 0, {(0, 0): ((0,),)}) == [0]

@@ -23,6 +23,7 @@ from pipeline_runs import (
 )
 from torch import Tensor
 
+from ds_byzantine.exchange.groups import Peers
 from ds_byzantine.exchange.local import LocalTransport, LocalWorld
 from ds_byzantine.pipeline import ShardAggregator
 from ds_byzantine.rules.aggregate import aggregate
@@ -115,7 +116,7 @@ def test_the_host_memory_is_not_written_beyond_the_bucket() -> None:
     def job(transport: LocalTransport) -> Tensor:
         memory = torch.full((15,), 9.0)
         memory[2:13] = random_rows(N, 11)[transport.rank]
-        path = ShardAggregator(transport, Aggregator.create("median", 1))
+        path = ShardAggregator(Peers.plain(transport), Aggregator.create("median", 1))
         path.submit(Bucket(memory[2:13], layout), lambda flat: None)
         return memory
 

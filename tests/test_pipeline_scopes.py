@@ -13,6 +13,7 @@ from layouts import layouts, names_of, needed, per_tensor, tensor_index
 from pipeline_runs import ALL_KINDS, COORDINATE, POINT, RULES, STEP, N, assert_near, random_rows, rules, run, simple
 from torch import Tensor
 
+from ds_byzantine.exchange.groups import Part, Peers
 from ds_byzantine.exchange.local import LocalTransport, LocalWorld
 from ds_byzantine.monitor.events import StepEvent
 from ds_byzantine.pipeline import ShardAggregator
@@ -64,7 +65,7 @@ def test_scope_model_on_any_layout(data: st.DataObject, chosen: tuple[str, int, 
 def test_scope_model_commits_nothing_before_the_flush() -> None:
     def job(transport: LocalTransport) -> list[str]:
         order: list[str] = []
-        path = ShardAggregator(transport, Aggregator.create("centered_clip", 1), scope="model")
+        path = ShardAggregator(Peers.plain(transport), Aggregator.create("centered_clip", 1), scope="model")
         for name in ("first", "second"):
             rows_ND = random_rows(N, 9)
             path.submit(Bucket(rows_ND[transport.rank], simple(9)), lambda flat, name=name: order.append(name))
@@ -79,7 +80,7 @@ def test_scope_model_commits_nothing_before_the_flush() -> None:
 def pieces_of(layout: Layout, rule: Callable[[Tensor], Tensor], rows_ND: Tensor) -> Tensor:
     """The rule on what each rank holds of each tensor: the definition of scope "shard"."""
     out = torch.empty_like(rows_ND[0])
-    for rank in range(layout.replicas):
+    for rank in range(layout.ranks):
         for name in names_of(layout):
             index = tensor_index(layout, name)
             index = index[(index >= layout.bounds[rank]) & (index < layout.bounds[rank + 1])]
@@ -171,7 +172,7 @@ def test_the_books_start_anew_after_a_step() -> None:
     rows_ND[2, 3] = math.nan
 
     def job(transport: LocalTransport) -> list[StepEvent]:
-        path = ShardAggregator(transport, Aggregator.create("centered_clip", 1))
+        path = ShardAggregator(Peers.plain(transport), Aggregator.create("centered_clip", 1))
         events = []
         for _ in range(2):
             path.submit(Bucket(rows_ND[transport.rank].clone(), simple(20)), lambda flat: None)
@@ -190,8 +191,8 @@ def test_the_tap_comes_before_the_exchange() -> None:
     honest = torch.ones(N, 20)
     seen: list[int] = []
 
-    def tap_of(rank: int) -> Callable[[Tensor, int], object] | None:
-        def tap(flat: Tensor, step: int) -> None:
+    def tap_of(rank: int) -> Callable[[Tensor, int, Part], object] | None:
+        def tap(flat: Tensor, step: int, part: Part) -> None:
             seen.append(step)
             flat.fill_(100.0)
 
@@ -209,7 +210,7 @@ def test_every_rank_knows_which_tensors_passed_through() -> None:
     for scope in ("tensor", "shard", "model"):
 
         def job(transport: LocalTransport, scope: str = scope) -> set[str]:
-            path = ShardAggregator(transport, Aggregator.create("median", 1), scope=scope)
+            path = ShardAggregator(Peers.plain(transport), Aggregator.create("median", 1), scope=scope)
             path.submit(Bucket(torch.ones(2), simple(1, 1)), lambda flat: None)
             path.flush()
             return path.recorder.tensors

@@ -194,10 +194,12 @@ def test_scope_means_nothing_to_coordinate_rules() -> None:
     assert made({"rule": "median", "pre": ["nnm"], "scope": "shard"}, 4).warnings == ()
 
 
-def test_scope_shard_is_refused_where_copies_would_drift_apart() -> None:
-    assert 'Use "tensor"' in refusal({"scope": "shard"}, 4, tied=True)
-    assert made({"scope": "shard"}, 4, tied=False).scope == "shard"
-    assert made({"scope": "shard", "rule": "median"}, 4, tied=True).scope == "shard"
+def test_replicas_of_several_ranks_are_explained() -> None:
+    assert "(A replica is expert 2 here" in refusal({"f": 1}, 2, within="expert 2")
+    settled = made({}, 3, within="pipeline 2 x tensor 2")
+    assert "over 3 replicas (ZeRO-2, pipeline 2 x tensor 2 in a replica, scope tensor)" in settled.describe()
+    wide = made({}, 3, stage=3, ranks=6, numel=600, within="sequence 2")
+    assert wide.bytes_sent_per_rank == wide.stock_bytes_per_rank == 500 * 4
 
 
 def test_krum_alone_is_warned_of_and_krum_after_mixing_is_not() -> None:
@@ -263,6 +265,7 @@ def test_partial_statistics_are_counted_when_the_tensors_are_known() -> None:
 def test_the_exchange_sends_as_many_bytes_as_planned(stage: int, rule: str) -> None:
     import torch
 
+    from ds_byzantine.exchange.groups import Peers
     from ds_byzantine.exchange.local import LocalTransport, LocalWorld
     from ds_byzantine.pipeline import ShardAggregator
     from ds_byzantine.rules.apply import Aggregator
@@ -276,7 +279,7 @@ def test_the_exchange_sends_as_many_bytes_as_planned(stage: int, rule: str) -> N
     layout = Layout(segments, even_bounds(numel, n), delivery, owners)
 
     def counted(transport: LocalTransport) -> int:
-        aggregator = ShardAggregator(transport, Aggregator.create(rule, 1))
+        aggregator = ShardAggregator(Peers.plain(transport), Aggregator.create(rule, 1))
         flat = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
         aggregator.submit(Bucket(flat, layout), lambda aggregate: None)
         return transport.bytes_sent

@@ -24,6 +24,11 @@ class DrillConfig(Strict):
     replicas: tuple[int, ...] | None = Field(
         default=None, description="Indices of the bad replicas, from 0. Left out: the last max(f, 1) ones."
     )
+    model_ranks: tuple[int, ...] | None = Field(
+        default=None,
+        description="Which ranks of a bad replica misbehave, from 0, under pipeline, tensor, sequence or expert "
+        "parallelism. Left out: all of them.",
+    )
     start: int = Field(default=0, ge=0, description="First bad step, from 0.")
     stop: int | None = Field(default=None, ge=0, description="First good step again. Left out: bad to the end.")
     every: int = Field(default=1, ge=1, description="Bad in every k-th step from start on.")
@@ -39,14 +44,14 @@ class DrillConfig(Strict):
             raise ValueError(unknown("attack", name, ATTACKS))
         return name
 
-    @field_validator("replicas", mode="before")
+    @field_validator("replicas", "model_ranks", mode="before")
     @classmethod
     def _distinct(cls, value: Any) -> Any:
         if value is None:
             return None
         whole = isinstance(value, (list, tuple)) and all(type(i) is int and i >= 0 for i in value)
         if not whole or not value or len(set(value)) < len(value):
-            raise ValueError(f"got {shown(value)}, but this is a list of different replica indices from 0, e.g. [4].")
+            raise ValueError(f"got {shown(value)}, but this is a list of different indices from 0, e.g. [4].")
         return tuple(value)
 
     @field_validator("params")
@@ -141,6 +146,14 @@ class DrillConfig(Strict):
                 "Leave at least one out."
             )
         return chosen
+
+    def check_model_ranks(self, ranks: int, path: str = "byzantine.drill") -> None:
+        """Raise ConfigError if a bad replica, of so many ranks, has no rank that is named in `model_ranks`."""
+        beyond = [i for i in self.model_ranks or () if i >= ranks]
+        if beyond:
+            raise ConfigError(
+                f"{path}.model_ranks: got {shown(beyond)}, but a replica of this job has ranks 0 to {ranks - 1}."
+            )
 
     def warnings(self, n: int, f: int) -> tuple[str, ...]:
         """What the user should know before this drill: one sentence each."""

@@ -89,3 +89,9 @@ class LocalTransport:
         """See `Transport.all_gather`."""
         torch.cat(self._world.swap(self.rank, [inp] * self.size), out=out)
         self.bytes_sent += (self.size - 1) * inp.numel() * inp.element_size()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """See `Transport.broadcast`."""
+        tensor.copy_(self._world.swap(self.rank, [tensor] * self.size)[0])
+        if self.rank == 0:
+            self.bytes_sent += (self.size - 1) * tensor.numel() * tensor.element_size()

@@ -42,7 +42,7 @@ class Routes:
 @lru_cache(maxsize=4096)
 def routes(layout: Layout, rank: int) -> Routes:
     """The routes of `layout` for `rank`."""
-    n, bounds = layout.replicas, layout.bounds
+    n, bounds = layout.ranks, layout.bounds
     number: dict[str, int] = {}
     for segment in layout.segments:
         number.setdefault(segment.tensor, len(number))
@@ -63,7 +63,7 @@ def routes(layout: Layout, rank: int) -> Routes:
             receive_sizes[source] = sum(s.stop - s.start for s in spans)
     sizes = tuple(c.stop - c.start for c in chunks)
     return Routes(
-        tuple(number), pieces, sizes, tuple(_joined(send)), tuple(send_sizes), tuple(receive), tuple(receive_sizes)
+        tuple(number), pieces, sizes, tuple(joined(send)), tuple(send_sizes), tuple(receive), tuple(receive_sizes)
     )
 
 
@@ -85,7 +85,7 @@ def _owned(layout: Layout, owner: int, chunk: Span) -> list[Span]:
     return out
 
 
-def _joined(spans: list[Span]) -> list[Span]:
+def joined(spans: list[Span]) -> list[Span]:
     """Neighbours that touch, as one span: fewer copies."""
     out: list[Span] = []
     for span in spans:

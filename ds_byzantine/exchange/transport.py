@@ -28,6 +28,9 @@ class Transport(Protocol):
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
         """Concatenate everybody's `inp` [m] into `out` [n m], in rank order."""
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite `tensor`, contiguous, with that of rank 0."""
+
 
 class TorchTransport:
     """`Transport` over a torch.distributed process group.
@@ -51,3 +54,9 @@ class TorchTransport:
         """See `Transport.all_gather`."""
         _all_gather_flat(out, inp, group=self.group)
         self.bytes_sent += (self.size - 1) * inp.numel() * inp.element_size()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """See `Transport.broadcast`."""
+        dist.broadcast(tensor, group=self.group, group_src=0)
+        if self.rank == 0:
+            self.bytes_sent += (self.size - 1) * tensor.numel() * tensor.element_size()

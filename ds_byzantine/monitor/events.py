@@ -18,7 +18,13 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class RunEvent:
-    """First line of a run: what protects what."""
+    """First line of a run: what protects what.
+
+    Args:
+        ranks: the global ranks of each replica.
+        hosts: the hosts of each replica.
+        parallel: the kinds of parallelism within a replica, e.g. "pipeline 2 x tensor 2"; empty if it is one rank.
+    """
 
     kind: ClassVar[str] = "run"
     version: str
@@ -30,6 +36,8 @@ class RunEvent:
     host: str
     drill: str | None = None
     ranks: dict[str, list[int]] = field(default_factory=dict)
+    hosts: dict[str, list[str]] = field(default_factory=dict)
+    parallel: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,10 +48,13 @@ class StepEvent:
         step: number of the step, from 0.
         kept: replicas whose rows took part in every tensor.
         dropped: replicas that lost a row in at least one tensor because it was not finite.
-        nonfinite: for each replica, in how many aggregated tensors its row was not finite.
+        nonfinite: for each replica, in how many aggregated tensors its row was not finite (a tensor that is replicated
+            over tensor ranks or tied over stages counts once for each copy).
         distances: for each replica, the square root of the summed squared distances of its rows to the aggregate;
             null where no row of it could be used.
         suspect: the replica with the largest distance, or null. One step is no evidence: see the ledger.
+        suspect_ranks: the global ranks of that replica in which the distance, or the rows that were not finite, are
+            concentrated. The ranks of a replica differ only under pipeline, tensor or expert parallelism.
         unsafe: tensors in which more than f rows were not finite, with the replicas they came from; the aggregate is
             NaN there and the step is skipped.
         bytes: what rank 0 sent for gradients in this step.
@@ -58,6 +69,7 @@ class StepEvent:
     nonfinite: list[int]
     distances: list[float | None]
     suspect: int | None
+    suspect_ranks: list[int]
     unsafe: dict[str, list[int]]
     bytes: int
     stock_bytes: int

@@ -35,6 +35,19 @@ class Verdict:
             return False
         return self.points_KE is None or other.points_KE is None or torch.equal(self.points_KE, other.points_KE)
 
+    def distances_in(self, basis_EE: Tensor) -> Tensor:
+        """Squared distances of all rows to the aggregate in one block, [n] float64, 0 for rows that were removed.
+
+        Args:
+            basis_EE: matrix of that block, [n+1, n+1], for a rule whose output is a point.
+        """
+        distances_N = torch.zeros(self.kept_N.numel(), dtype=torch.float64)
+        if self.points_KE is not None:
+            index = torch.cat([self.kept_N.nonzero()[:, 0], torch.tensor([self.kept_N.numel()])])
+            geometry = Geometry.of_rows(basis_EE[index][:, index][None])
+            distances_N[index[:-1]] = geometry.distances_to(self.points_KE[:1])[0]
+        return distances_N
+
 
 def piece_statistics(rows_ND: Tensor, kept_N: Tensor | None, with_gram: bool) -> Tensor:
     """What an aggregator says about its piece of a tensor.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from ds_byzantine._version import VERSION
 from ds_byzantine.adapters._patch import Bindings, verify
-from ds_byzantine.adapters.deepspeed import boundary, points, stage0
+from ds_byzantine.adapters.deepspeed import boundary, parallel, points, stage0
 from ds_byzantine.adapters.deepspeed.refuse import refuse_unsupported
 from ds_byzantine.adapters.deepspeed.step import StepHook
 from ds_byzantine.adapters.deepspeed.zero3 import Zero3
@@ -22,9 +21,10 @@ from ds_byzantine.config import ByzantineConfig, parse_section
 from ds_byzantine.drills.injector import Injector
 from ds_byzantine.errors import ConfigError, UnsupportedHostError
 from ds_byzantine.exchange.all_to_all import gather_rows
+from ds_byzantine.exchange.groups import Peers
 from ds_byzantine.exchange.transport import TorchTransport, Transport
 from ds_byzantine.monitor.events import EventLog, RunEvent
-from ds_byzantine.pipeline import ShardAggregator
+from ds_byzantine.pipeline import ShardAggregator, Tap
 from ds_byzantine.plan import Plan, plan
 from ds_byzantine.rules.apply import Aggregator
 
@@ -88,33 +88,31 @@ def attach(engine: Any) -> Attachment | None:
     _show_messages()
     verify(_points(engine), deepspeed.__version__, points.SUPPORTED)
     refuse_unsupported(engine)
-    transport = TorchTransport(engine.seq_data_parallel_group)
-    _refuse_model_scope_offload(engine, config)
-    settled = _plan(engine, transport, config)
-    log, problem = _opened_log(config) if transport.rank == 0 else (None, None)
-    _agree(engine, transport, config, problem)
+    world = TorchTransport()
+    peers = parallel.peers_of(engine, config.fault_domain)
+    within = parallel.describe(engine, config.fault_domain)
+    _refuse_late_offload(engine, config)
+    settled = _plan(engine, peers, config, within)
+    log, problem = _opened_log(config) if world.rank == 0 else (None, None)
+    _agree(engine, world, config, problem)
     attachment = Attachment(config, settled, None, Bindings(), log)
     if attachment.log is not None:
-        attachment.log.write(_run_event(engine, settled))
+        attachment.log.write(_run_event(engine, settled, peers, within))
         for line in (settled.describe(VERSION), *settled.warnings):
             logger.info(line)
     if settled.n > 1:
-        _bind(engine, transport, attachment)
+        _bind(engine, peers, attachment)
     return attachment
 
 
-def _bind(engine: Any, transport: Transport, attachment: Attachment) -> None:
+def _bind(engine: Any, peers: Peers, attachment: Attachment) -> None:
     config, settled, bindings = attachment.config, attachment.plan, attachment.bindings
     rule = Aggregator.create(config.rule.named(), settled.f, [p.named() for p in config.pre])
-    tap = None
-    if config.drill is not None:
-        rows = partial(gather_rows, transport)
-        tap = Injector(config.drill, settled.n, settled.f, transport.rank, rows).tap
     aggregator = ShardAggregator(
-        transport,
+        peers,
         rule,
         scope=config.scope,
-        tap=tap,
+        tap=_tap(peers, settled, config),
         distances_every=config.monitor.every,
         step_of=lambda: int(engine.global_steps),
     )
@@ -125,10 +123,22 @@ def _bind(engine: Any, transport: Transport, attachment: Attachment) -> None:
     elif _stage(engine) == 3:
         Zero3(engine.optimizer, aggregator, {p.ds_id: name for name, p in trainable.items()}).bind(bindings)
     else:
-        Zero12(engine.optimizer, aggregator, {id(p): name for name, p in trainable.items()}).bind(bindings)
+        Zero12(engine, aggregator, {id(p): name for name, p in trainable.items()}).bind(bindings)
     if config.aggregate_at == "boundary" and _stage(engine) >= 2:
         boundary.bind(engine, bindings)
     StepHook(engine, aggregator, attachment.log, config.monitor.every, set(trainable)).bind(bindings)
+
+
+def _tap(peers: Peers, settled: Plan, config: ByzantineConfig) -> Tap | None:
+    if config.drill is None:
+        return None
+    rank = torch.distributed.get_rank()
+    replica = peers.roster.replica_of(rank)
+    ranks = peers.roster.replicas[replica]
+    config.drill.check_model_ranks(len(ranks))
+    return Injector(
+        config.drill, settled.n, settled.f, replica, lambda block, part: gather_rows(part, block), ranks.index(rank)
+    ).tap
 
 
 def _reduces_as_stage0(engine: Any) -> bool:
@@ -138,6 +148,11 @@ def _reduces_as_stage0(engine: Any) -> bool:
 
 
 def _points(engine: Any) -> tuple[Any, ...]:
+    pipe = points.PIPE_POINTS if getattr(engine, "pipeline_parallelism", False) else ()
+    return pipe + _reduction_points(engine)
+
+
+def _reduction_points(engine: Any) -> tuple[Any, ...]:
     if _reduces_as_stage0(engine):
         bf16 = points.BF16_POINTS if hasattr(engine.optimizer, "get_grads_for_reduction") else ()
         return points.ENGINE_POINTS + points.STAGE0_POINTS + bf16
@@ -148,11 +163,11 @@ def _stage(engine: Any) -> int:
     return int(engine.zero_optimization_stage())
 
 
-def _plan(engine: Any, transport: Transport, config: ByzantineConfig) -> Plan:
+def _plan(engine: Any, peers: Peers, config: ByzantineConfig, within: str) -> Plan:
     trainable = [p for p in engine.module.parameters() if p.requires_grad]
     return plan(
         config,
-        transport.size,
+        peers.n,
         stage=_stage(engine),
         numel=sum(int(getattr(p, "ds_numel", p.numel())) for p in trainable),
         dtype_bytes=engine.communication_data_type.itemsize,
@@ -160,15 +175,25 @@ def _plan(engine: Any, transport: Transport, config: ByzantineConfig) -> Plan:
         bucket_numel=int(engine._config.zero_config.reduce_bucket_size),
         accumulation=int(engine.gradient_accumulation_steps()),
         everyone=_reduces_as_stage0(engine),
+        ranks=peers.parts[0].transport.size,
+        within=within,
     )
 
 
-def _refuse_model_scope_offload(engine: Any, config: ByzantineConfig) -> None:
+def _refuse_late_offload(engine: Any, config: ByzantineConfig) -> None:
+    """With offload DeepSpeed moves each bucket to the CPU at once, so none can wait for the last one."""
     offload = getattr(engine._config.zero_config, "offload_optimizer", None)
-    if config.scope == "model" and offload is not None and str(offload.device).rsplit(".", 1)[-1] != "none":
+    if offload is None or str(offload.device).rsplit(".", 1)[-1] == "none":
+        return
+    if config.scope == "model":
         raise UnsupportedHostError(
             'byzantine.scope: "model" decides after the last bucket, but with offload_optimizer DeepSpeed moves each '
             'bucket to the CPU at once. Use scope "tensor", or no offload.'
+        )
+    if any(True for _ in parallel.ties(engine)):
+        raise UnsupportedHostError(
+            "byzantine: weights tied over pipeline stages are aggregated after the last bucket, but with "
+            "offload_optimizer DeepSpeed moves each bucket to the CPU at once. Use untied weights, or no offload."
         )
 
 
@@ -179,16 +204,16 @@ def _opened_log(config: ByzantineConfig) -> tuple[EventLog | None, OSError | Non
         return None, error
 
 
-def _agree(engine: Any, transport: Transport, config: ByzantineConfig, problem: OSError | None) -> None:
+def _agree(engine: Any, world: Transport, config: ByzantineConfig, problem: OSError | None) -> None:
     """Go on together or fail together: a rank that stopped alone, or with another rule, would hang all others.
 
     Compares a digest of the section over the ranks, and whether the first rank could open its log (`problem`).
     """
     section = config.model_dump_json(exclude={"monitor": {"dir"}})  # only the first rank writes there
     own = int.from_bytes(blake2b(section.encode(), digest_size=7).digest(), "big")
-    everybody = torch.empty(2 * transport.size, dtype=torch.int64, device=engine.device)
+    everybody = torch.empty(2 * world.size, dtype=torch.int64, device=engine.device)
     said = torch.tensor([own, int(problem is not None)], dtype=torch.int64, device=engine.device)
-    transport.all_gather(everybody, said)
+    world.all_gather(everybody, said)
     digests, failed = everybody.view(-1, 2).T.tolist()
     if any(failed):
         why = f" ({problem})" if problem is not None else ""
@@ -199,12 +224,13 @@ def _agree(engine: Any, transport: Transport, config: ByzantineConfig, problem: 
     others = [rank for rank, digest in enumerate(digests) if digest != own]
     if others:
         raise ConfigError(
-            f'byzantine: the section differs between ranks (rank {transport.rank} disagrees with {others}). Start all '
+            f"byzantine: the section differs between ranks (rank {world.rank} disagrees with {others}). Start all "
             "ranks with the same DeepSpeed JSON."
         )
 
 
-def _run_event(engine: Any, settled: Plan) -> RunEvent:
+def _run_event(engine: Any, settled: Plan, peers: Peers, within: str) -> RunEvent:
+    roster = peers.roster
     return RunEvent(
         version=VERSION,
         rule=" + ".join([p.name for p in settled.pre] + [settled.rule.name]),
@@ -214,7 +240,9 @@ def _run_event(engine: Any, settled: Plan) -> RunEvent:
         stage=_stage(engine),
         host=settled.host,
         drill=settled.drill,
-        ranks={str(i): [i] for i in range(settled.n)},
+        ranks={str(i): list(ranks) for i, ranks in enumerate(roster.replicas)},
+        hosts={str(i): sorted({roster.hosts[r] for r in ranks}) for i, ranks in enumerate(roster.replicas)},
+        parallel=within,
     )
 
 

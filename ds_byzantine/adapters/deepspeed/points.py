@@ -24,6 +24,9 @@ BODIES = {
     "_get_gradients_for_reduction": "ae9c7d25c59bba77 dd5cdf2e03eac79e e25086a78af4bb21",
     "allreduce_bucket": "5ccf4353d4c91c4b 9e5718eb085ecc38",
     "get_grads_for_reduction": "3b01fb9b7240a66c",
+    "_exec_reduce_tied_grads": "e2c63b1dc05a6640",
+    "_exec_reduce_grads": "9859a4c61d139d1a",
+    "_bf16_reduce_grads": "a47697d8f10de3e2",
     "average_tensor": "dda933df281cf126 d4d812632f117af0 acd896df69cafb78 25eefbc43afd2587",
     "buffered_reduce_fallback": "1e67aa13397b02f2",
     "reduce_ipg_grads": "f6181b216cad4043 c4c7e4653bbed891 8e6013be9df7236b e197ff795c57c29f",
@@ -47,6 +50,10 @@ def _point(module: str, owner: str, name: str, parameters: str, why: str, versio
 
 def _engine(name: str, parameters: str, why: str) -> PatchPoint:
     return _point("deepspeed.runtime.engine", "DeepSpeedEngine", name, parameters, why)
+
+
+def _pipe(name: str, why: str) -> PatchPoint:
+    return _point("deepspeed.runtime.pipe.engine", "PipelineEngine", name, "", why)
 
 
 def _zero12(name: str, parameters: str, why: str, versions: str = SUPPORTED) -> PatchPoint:
@@ -74,6 +81,11 @@ BF16_POINTS = (
         "",
         "lists the gradients to reduce",
     ),
+)
+PIPE_POINTS = (
+    _pipe("_exec_reduce_tied_grads", "adds up the gradients of tied weights within a replica, before the reduction"),
+    _pipe("_exec_reduce_grads", "decides which reduction runs"),
+    _pipe("_bf16_reduce_grads", "calls the reduction of BF16_Optimizer"),
 )
 ZERO12_POINTS = (
     _zero12("average_tensor", f"tensor {COMM}", "averages a contiguous bucket"),
@@ -106,7 +118,7 @@ ZERO3_POINTS = (
     _zero3(f"{STAGE3}__reduce_and_partition_ipg_grads", COMM, "calls the reductions of a bucket"),
     _zero3("partition_grads", "params_to_release grad_partitions", "takes over the averaged partitions"),
 )
-ALL_POINTS = ENGINE_POINTS + STAGE0_POINTS + BF16_POINTS + ZERO12_POINTS + ZERO3_POINTS
+ALL_POINTS = ENGINE_POINTS + STAGE0_POINTS + BF16_POINTS + PIPE_POINTS + ZERO12_POINTS + ZERO3_POINTS
 
 
 def main() -> None:

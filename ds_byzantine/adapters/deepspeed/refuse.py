@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_byzantine.adapters.deepspeed.parallel import is_sequence_mpu
 from ds_byzantine.errors import UnprotectedError, UnsupportedHostError
 
 OFF = 'or set "byzantine": {"enabled": false} to train without protection'
@@ -31,7 +32,7 @@ def refuse_unsupported(engine: Any) -> None:
     """
     if engine.optimizer is None or type(engine.optimizer).__name__ in ("DummyOptim", "DeepSpeedZeRoOffload"):
         raise UnprotectedError(
-            'byzantine: this engine has no optimizer, so there is no gradient to protect. Pass an optimizer (or the '
+            "byzantine: this engine has no optimizer, so there is no gradient to protect. Pass an optimizer (or the "
             '"optimizer" section), or remove the "byzantine" section of an inference or evaluation engine.'
         )
     if not any(p.requires_grad for p in engine.module.parameters()):
@@ -46,17 +47,36 @@ def refuse_unsupported(engine: Any) -> None:
 
 
 def _parallelism(engine: Any) -> Iterator[str]:
-    if getattr(engine, "pipeline_parallelism", False):
-        yield "pipeline parallelism: stage-local replica groups are not supported yet. Use ZeRO data parallelism."
-    if int(getattr(engine, "mp_world_size", 1) or 1) > 1 or engine.mpu is not None:
+    pipeline = bool(getattr(engine, "pipeline_parallelism", False))
+    experts = bool(getattr(engine, "has_moe_layers", False))
+    sequence = int(getattr(engine, "sequence_parallel_size", 1) or 1) > 1
+    client = engine.mpu is not None and not is_sequence_mpu(engine.mpu)
+    if experts and client:
+        yield "mixture of experts with pipeline or tensor parallelism: never examined. Use one of them."
+    if sequence and (client or experts):
+        yield "sequence parallelism with pipeline, tensor or expert parallelism: never examined. Use one of them."
+    if sequence and engine.mpu is None:
         yield (
-            "tensor parallelism or a client mpu: replicas of several ranks are not supported yet. Remove "
-            "tensor_parallel / mpu."
+            "sequence_parallel_size in the config: DeepSpeed does not reduce gradients over the sequence ranks there "
+            "in ZeRO stages 1 and 2. Pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp instead."
         )
-    if int(getattr(engine, "sequence_parallel_size", 1) or 1) > 1:
-        yield "sequence parallelism: its ranks are not replicas; not told apart yet. Use sequence_parallel_size 1."
-    if getattr(engine, "has_moe_layers", False):
-        yield "mixture of experts: expert gradients have fewer replicas, which is not supported yet. Use a dense model."
+    autoep = engine._config._param_dict.get("expert_parallel")
+    if isinstance(autoep, dict) and autoep.get("enabled", True):
+        yield "expert_parallel (AutoEP): its gradient path was never examined. Use deepspeed.moe.layer.MoE."
+    if pipeline and type(engine).__name__ != "PipelineEngine":
+        yield f"{type(engine).__name__}: its gradient path was never examined. Use PipelineModule with 1F1B."
+    yield from _tied_half_precision(engine, pipeline)
+
+
+def _tied_half_precision(engine: Any, pipeline: bool) -> Iterator[str]:
+    """HACK 0.18.3-0.19.8: `_exec_reduce_tied_grads` looks at `weight.grad`, which stage 1 has emptied by then if it
+    accumulates in another type: each stage would go on with its own part of the gradient."""
+    tied = pipeline and bool(getattr(engine.module, "tied_comms", {}))
+    if tied and getattr(engine.optimizer, "use_grad_accum_attribute", False):
+        yield (
+            "tied layers, ZeRO stage 1 and another type for gradient accumulation than for parameters: DeepSpeed does "
+            "not add up the gradients of tied weights there. Set data_types.grad_accum_dtype to the parameters' type."
+        )
 
 
 def _zero_options(engine: Any) -> Iterator[str]:

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from ds_byzantine.adapters._patch import Bindings
+from ds_byzantine.adapters.deepspeed.parallel import kind_of, mean_scale
 from ds_byzantine.errors import UnsupportedHostError
+from ds_byzantine.exchange.groups import Peers
 from ds_byzantine.pipeline import ShardAggregator
 from ds_byzantine.types import Bucket, Delivery, Layout, Segment, even_bounds
 
 # Elements per bucket: enough to keep the wire busy, small against the model. The host flattens up to 5e8 at a time.
 BUCKET_ELEMENTS = 2**25
 
-Named = tuple[str, Tensor]
+Named = tuple[str, Tensor, int]  # name, gradient, which reduction
 
 
 def bind(engine: Any, aggregator: ShardAggregator, bindings: Bindings) -> None:
@@ -29,7 +31,7 @@ def bind(engine: Any, aggregator: ShardAggregator, bindings: Bindings) -> None:
         if grads is None:
             named = list(_bf16_gradients(engine) if hasattr(engine.optimizer, "bf16_groups") else _gradients(engine))
         else:
-            named = [(f"gradient {i}", g) for i, g in enumerate(grads)]
+            named = [(f"gradient {i}", g, 0) for i, g in enumerate(grads)]
         _reduce_all(engine, aggregator, named, min(BUCKET_ELEMENTS, elements_per_buffer))
 
     bindings.bind(engine, "buffered_allreduce_fallback", buffered_allreduce_fallback)
@@ -47,7 +49,7 @@ def _gradients(engine: Any) -> Iterator[Named]:
                 f"{name}: its gradient is sparse, which is not aggregated robustly. Build the embedding with "
                 "sparse=False."
             )
-        yield name, param.grad.data
+        yield name, param.grad.data, kind_of(engine, param)
 
 
 def _bf16_gradients(engine: Any) -> Iterator[Named]:
@@ -55,44 +57,52 @@ def _bf16_gradients(engine: Any) -> Iterator[Named]:
     optimizer = engine.optimizer
     for params, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
         for param, grad in zip(params, grads, strict=True):
-            yield optimizer.param_names.get(param, f"tensor of {tuple(param.shape)}"), grad
+            name = optimizer.param_names.get(param, f"tensor of {tuple(param.shape)}")
+            yield name, grad, kind_of(engine, param)
 
 
 def _reduce_all(engine: Any, aggregator: ShardAggregator, named: list[Named], limit: int) -> None:
-    for group in _buckets(named, limit):
-        bucket = _bucket(engine, aggregator.transport.size, group)
+    peers = aggregator.peers
+    mean = getattr(engine, "gradient_average", True)
+    for group in _buckets(named, peers, limit):
+        kind = group[0][2]
+        part = peers.parts[kind]
+        flat, layout = _flattened(group, part.transport.size, engine.communication_data_type)
+        scale = mean_scale(engine, part) if mean else float(part.transport.size)
+        bucket = Bucket(flat, layout, scale, kind, peers.shared_as(group[0][0]))
         aggregator.submit(bucket, partial(_write_back, group))
     aggregator.flush()
 
 
-def _buckets(named: Iterable[Named], limit: int) -> Iterator[list[Named]]:
-    """Runs of at most `limit` elements and one dtype; a larger tensor is a bucket of its own."""
+def _buckets(named: Iterable[Named], peers: Peers, limit: int) -> Iterator[list[Named]]:
+    """Runs of at most `limit` elements, one dtype and one reduction. A larger tensor, or one whose copy another stage
+    holds, is a bucket of its own."""
     group: list[Named] = []
     filled = 0
-    for name, grad in named:
-        if group and (filled + grad.numel() > limit or grad.dtype != group[0][1].dtype):
+    for one in named:
+        name, grad, kind = one
+        alone = group and (peers.shared_as(name) or peers.shared_as(group[0][0]))
+        other = group and (grad.dtype, kind) != (group[0][1].dtype, group[0][2])
+        if group and (alone or other or filled + grad.numel() > limit):
             yield group
             group, filled = [], 0
-        group.append((name, grad))
+        group.append(one)
         filled += grad.numel()
     if group:
         yield group
 
 
-def _bucket(engine: Any, replicas: int, group: list[Named]) -> Bucket:
-    dtype = engine.communication_data_type
-    flat = torch.cat([grad.reshape(-1).to(dtype) for _, grad in group])
+def _flattened(group: list[Named], ranks: int, dtype: torch.dtype) -> tuple[Tensor, Layout]:
+    flat = torch.cat([grad.reshape(-1).to(dtype) for _, grad, _ in group])
     segments, start = [], 0
-    for name, grad in group:
+    for name, grad, _ in group:
         segments.append(Segment(name, start, start + grad.numel()))
         start += grad.numel()
-    layout = Layout(tuple(segments), even_bounds(start, replicas), Delivery.EVERYONE)
-    mean = getattr(engine, "gradient_average", True)
-    return Bucket(flat, layout, 1.0 if mean else float(replicas))
+    return flat, Layout(tuple(segments), even_bounds(start, ranks), Delivery.EVERYONE)
 
 
 def _write_back(group: list[Named], flat: Tensor) -> None:
     start = 0
-    for _, grad in group:
+    for _, grad, _ in group:
         grad.copy_(flat[start : start + grad.numel()].view_as(grad))
         start += grad.numel()

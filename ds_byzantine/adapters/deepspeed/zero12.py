@@ -7,35 +7,59 @@ compact float32 buffer where one is in use (0.19.8).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_byzantine.adapters._patch import Bindings
-from ds_byzantine.pipeline import Commit, ShardAggregator
+from ds_byzantine.adapters.deepspeed.parallel import kind_of, mean_scale
+from ds_byzantine.pipeline import ShardAggregator
 from ds_byzantine.types import Bucket, Delivery, Layout, Segment, Slice, even_bounds
 
 ParamKey = tuple[int, int, int]  # (parameter group, index in the group, parameter id) as in the host's buckets
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive tensors of the host's bucket that are aggregated together.
+
+    Args:
+        start, stop: elements of the host's bucket.
+        layout: of these elements.
+        kind: the reduction that they go through.
+        shared_as: see `Bucket`.
+        own: what this rank owns: (group, index in the group, parameter id, offset of the parameter, slice).
+    """
+
+    start: int
+    stop: int
+    layout: Layout
+    kind: int
+    shared_as: str | None
+    own: tuple[tuple[int, int, int, int, Slice], ...]
 
 
 class Zero12:
     """The gradient path of one `DeepSpeedZeroOptimizer`.
 
     Args:
-        optimizer: the host's optimizer.
+        engine: the host's engine, whose optimizer this is.
         aggregator: the main path.
         names: parameter object id -> name.
     """
 
-    def __init__(self, optimizer: Any, aggregator: ShardAggregator, names: dict[int, str]) -> None:
-        self.optimizer = optimizer
+    def __init__(self, engine: Any, aggregator: ShardAggregator, names: dict[int, str]) -> None:
+        self.engine = engine
+        self.optimizer = engine.optimizer
         self.aggregator = aggregator
         self.names = names
-        self._layouts: dict[tuple[ParamKey, ...], Layout] = {}
+        self._runs_of: dict[tuple[ParamKey, ...], list[Run]] = {}
 
     def bind(self, bindings: Bindings) -> None:
         """Replace the reductions on the instance."""
@@ -44,7 +68,7 @@ class Zero12:
         compact = "_buffered_reduce_fallback_preserving_fp32"  # since 0.19.8
         if hasattr(self.optimizer, compact):
             bindings.bind(self.optimizer, compact, self.buffered_reduce_fallback_preserving_fp32)
-        if self.aggregator.scope == "model":
+        if self.aggregator.scope == "model" or any(shared.apart for shared in self.aggregator.peers.shared):
             self._bind_flush(bindings)
 
     def _bind_flush(self, bindings: Bindings) -> None:
@@ -112,42 +136,76 @@ class Zero12:
             flat = torch.cat([g.reshape(-1).to(communication_data_type) for g in grads])
             self._submit(flat, list(grad_params), communication_data_type, partial(_write_back, list(grads)))
 
-    def _submit(self, tensor: Tensor, params: list[ParamKey], dtype: torch.dtype, write_back: Commit) -> None:
+    def _submit(
+        self, tensor: Tensor, params: list[ParamKey], dtype: torch.dtype, write_back: Callable[[Tensor], object]
+    ) -> None:
         """Send the bucket on its way; the result goes where the host will look for it, now or after the last bucket."""
-        layout = self._layout(params)
+        flat = tensor.to(dtype)
         mean = getattr(self.optimizer, "gradient_average", True)
-        later = self.aggregator.scope == "model"
+        for run in self._runs(params):
+            part = self.aggregator.peers.parts[run.kind]
+            scale = mean_scale(self.engine, part) if mean else float(part.transport.size)
+            bucket = Bucket(flat[run.start : run.stop], run.layout, scale, run.kind, run.shared_as)
+            later = self.aggregator.waits(bucket)
+            self.aggregator.submit(bucket, partial(self._commit_later if later else self._add_to_compact, run))
+        if self.aggregator.scope != "model":
+            write_back(flat)
 
-        def commit(flat: Tensor) -> None:
-            (partial(self._write_into_parameters, params) if later else write_back)(flat)
-            self._add_to_compact(flat, params)
-
-        self.aggregator.submit(Bucket(tensor.to(dtype), layout, 1.0 if mean else float(layout.replicas)), commit)
-
-    def _write_into_parameters(self, params: list[ParamKey], flat: Tensor) -> None:
+    def _commit_later(self, run: Run, flat: Tensor) -> None:
         """This rank's slices into the gradients that the host has kept: its buckets have been used again since."""
-        start = 0
-        for group, index, param_id in params:
-            param = self.optimizer.bit16_groups[group][index]
-            grad = self.optimizer.get_gradient_for_reduction(param)
-            for piece in self._slices(group, param_id, param.numel(), 0):
-                if piece.owner == self.aggregator.transport.rank and grad is not None:
-                    grad.view(-1)[piece.start : piece.stop] = flat[start + piece.start : start + piece.stop]
-            start += param.numel()
+        for group, index, _, offset, piece in run.own:
+            grad = self.optimizer.get_gradient_for_reduction(self.optimizer.bit16_groups[group][index])
+            if grad is not None:
+                grad.view(-1)[piece.start - offset : piece.stop - offset] = flat[piece.start : piece.stop]
+        self._add_to_compact(run, flat)
 
-    def _layout(self, params: list[ParamKey]) -> Layout:
+    def _add_to_compact(self, run: Run, flat: Tensor) -> None:
+        """Add this rank's slices to the host's compact float32 partition of each group that uses one."""
+        optimizer = self.optimizer
+        if not hasattr(optimizer, "_use_compact_grad_partition_buffer"):
+            return
+        for group, _, param_id, _, piece in run.own:
+            if optimizer._use_compact_grad_partition_buffer(group):
+                size = piece.stop - piece.start
+                output = optimizer._get_compact_grad_partition_slice(group, piece.owner, param_id, size)
+                optimizer._add_to_grad_partition_buffer(output, flat[piece.start : piece.stop])
+
+    def _runs(self, params: list[ParamKey]) -> list[Run]:
+        """The bucket's tensors, in order, cut where the reduction changes and around tensors of other stages too."""
         key = tuple(params)
-        if key not in self._layouts:
-            segments, owners, start = [], [], 0
-            for group, index, param_id in params:
-                param = self.optimizer.bit16_groups[group][index]
-                name = self.names.get(id(param), f"parameter {param_id}")
-                segments.append(Segment(name, start, start + param.numel()))
-                owners += self._slices(group, param_id, param.numel(), start)
-                start += param.numel()
-            bounds = even_bounds(start, self.aggregator.transport.size)
-            self._layouts[key] = Layout(tuple(segments), bounds, Delivery.OWNERS, tuple(owners))
-        return self._layouts[key]
+        if key not in self._runs_of:
+            runs, start = [], 0
+            for (kind, shared_as), members in groupby(params, self._way):
+                run = self._run(list(members), start, kind, shared_as)
+                runs.append(run)
+                start = run.stop
+            self._runs_of[key] = runs
+        return self._runs_of[key]
+
+    def _way(self, key: ParamKey) -> tuple[int, str | None]:
+        param = self._param(key)
+        return kind_of(self.engine, param), self.aggregator.peers.shared_as(self._name(key, param))
+
+    def _run(self, params: list[ParamKey], begin: int, kind: int, shared_as: str | None) -> Run:
+        transport = self.aggregator.peers.parts[kind].transport
+        segments, owners, own, start = [], [], [], 0
+        for key in params:
+            group, index, param_id = key
+            param = self._param(key)
+            slices = self._slices(group, param_id, param.numel(), start)
+            segments.append(Segment(self._name(key, param), start, start + param.numel()))
+            owners += slices
+            own += [(group, index, param_id, start, piece) for piece in slices if piece.owner == transport.rank]
+            start += param.numel()
+        bounds = even_bounds(start, transport.size)
+        layout = Layout(tuple(segments), bounds, Delivery.OWNERS, tuple(owners))
+        return Run(begin, begin + start, layout, kind, shared_as, tuple(own))
+
+    def _param(self, key: ParamKey) -> Any:
+        return self.optimizer.bit16_groups[key[0]][key[1]]
+
+    def _name(self, key: ParamKey, param: Any) -> str:
+        return self.names.get(id(param), f"parameter {key[2]}")
 
     def _slices(self, group: int, param_id: int, numel: int, start: int) -> list[Slice]:
         """Which ranks own which part of a parameter: consecutive runs, by offset."""
@@ -156,23 +214,6 @@ class Zero12:
         found = sorted((int(offsets[p][param_id]), int(p)) for p in partitions)
         stops = [offset for offset, _ in found[1:]] + [numel]
         return [Slice(p, start + a, start + b) for (a, p), b in zip(found, stops, strict=True) if a < b]
-
-    def _add_to_compact(self, flat: Tensor, params: list[ParamKey]) -> None:
-        """Add this rank's slices to the host's compact float32 partition of each group that uses one."""
-        optimizer = self.optimizer
-        if not hasattr(optimizer, "_use_compact_grad_partition_buffer"):
-            return
-        rank = self.aggregator.transport.rank
-        start = 0
-        for group, index, param_id in params:
-            numel = optimizer.bit16_groups[group][index].numel()
-            if optimizer._use_compact_grad_partition_buffer(group):
-                for piece in self._slices(group, param_id, numel, start):
-                    if piece.owner == rank:
-                        size = piece.stop - piece.start
-                        output = optimizer._get_compact_grad_partition_slice(group, rank, param_id, size)
-                        optimizer._add_to_grad_partition_buffer(output, flat[piece.start : piece.stop])
-            start += numel
 
     @contextmanager
     def _reduction_stream(self, dtype: torch.dtype) -> Iterator[None]:

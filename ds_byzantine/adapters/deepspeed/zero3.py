@@ -27,6 +27,7 @@ class Zero3:
     def __init__(self, optimizer: Any, aggregator: ShardAggregator, names: dict[int, str]) -> None:
         self.optimizer = optimizer
         self.aggregator = aggregator
+        self.transport = aggregator.peers.parts[0].transport
         self.names = names
         self._layouts: dict[tuple[int, ...], Layout] = {}
 
@@ -48,23 +49,24 @@ class Zero3:
     @torch.no_grad()
     def avg_scatter_grads(self, params_to_reduce: Sequence[Any], communication_data_type: torch.dtype) -> list[Tensor]:
         """In place of the host's: this rank's partition of each parameter's aggregate, in the accumulation dtype."""
-        return self._reduce(list(params_to_reduce), communication_data_type)
+        return self._reduce(list(params_to_reduce), communication_data_type, 1.0)
 
     @torch.no_grad()
     def avg_scatter_contiguous_grads(
         self, buffer_to_reduce: Tensor, communication_data_type: torch.dtype
     ) -> list[Tensor]:
         """In place of the host's, for `reduce_scatter: false`; the gradients are views of `buffer_to_reduce`."""
-        return self._reduce(list(self.optimizer.ipg_buckets[communication_data_type].params), communication_data_type)
+        params = list(self.optimizer.ipg_buckets[communication_data_type].params)
+        return self._reduce(params, communication_data_type, float(self.optimizer.sequence_parallel_size))
 
-    def _reduce(self, params: list[Any], dtype: torch.dtype) -> list[Tensor]:
-        transport = self.aggregator.transport
+    def _reduce(self, params: list[Any], dtype: torch.dtype, scale: float) -> list[Tensor]:
+        transport = self.transport
         layout = self._layout(params)
         shares = [_share(param.grad.numel(), transport.size, transport.rank) for param in params]
         partitions: list[Tensor] = []
 
         def partition(flat: Tensor) -> None:
-            own = flat[layout.bounds[transport.rank] : layout.bounds[transport.rank + 1]]
+            own = layout.chunk_of(flat, transport.rank)
             partitions[:] = torch.split(own.to(self.optimizer.gradient_accumulation_dtype), shares)
 
         def add_later(flat: Tensor) -> None:
@@ -75,7 +77,7 @@ class Zero3:
 
         ids = [param.ds_id for param in params]
         later = self.aggregator.scope == "model"
-        bucket = Bucket(self._packed(params, dtype), layout, self._scale())
+        bucket = Bucket(self._packed(params, dtype), layout, scale * self._scale())
         self.aggregator.submit(bucket, add_later if later else partition)
         if not later:
             return partitions
@@ -84,7 +86,7 @@ class Zero3:
 
     def _packed(self, params: list[Any], dtype: torch.dtype) -> Tensor:
         """The gradients by rank, then by parameter: [rank 0's share of p0, of p1, ..., rank 1's share of p0, ...]."""
-        size = self.aggregator.transport.size
+        size = self.transport.size
         if len(params) == 1:
             return params[0].grad.to(dtype).reshape(-1)  # type: ignore[no-any-return]
         shares = [_split(param.grad.reshape(-1), size) for param in params]
@@ -93,7 +95,7 @@ class Zero3:
     def _layout(self, params: list[Any]) -> Layout:
         key = tuple(param.ds_id for param in params)
         if key not in self._layouts:
-            size = self.aggregator.transport.size
+            size = self.transport.size
             segments, bounds, start = [], [0], 0
             for k in range(size):
                 for param in params:
@@ -110,7 +112,7 @@ class Zero3:
         """The host's factor on the mean. HACK 0.18.3-0.19.8: a predivide factor equal to the world size is divided by
         but not multiplied back (`__avg_scatter_grads`), so the "average" is off by it; the scale is kept as it is."""
         factor = float(self.optimizer.gradient_predivide_factor)
-        lost = self.optimizer.postscale_gradients and factor != 1.0 and factor == self.aggregator.transport.size
+        lost = self.optimizer.postscale_gradients and factor != 1.0 and factor == self.transport.size
         return 1.0 / factor if lost else 1.0
 
 

@@ -1,0 +1,240 @@
+"""Who is who under pipeline, tensor, expert and sequence parallelism: from an engine's process groups to `Peers`."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_byzantine.errors import UnsupportedHostError
+from ds_byzantine.exchange.groups import Membership, Part, Peers, Roster, Shared, columns_of, gather_memberships
+from ds_byzantine.exchange.transport import TorchTransport
+
+Group = dist.ProcessGroup
+
+_made: dict[tuple[int, tuple[int, ...]], Group] = {}
+
+
+def peers_of(engine: Any, fault_domain: str) -> Peers:
+    """The replicas of an engine's job, and this rank's place among them; a collective call over all ranks.
+
+    Args:
+        engine: a `DeepSpeedEngine` after its construction.
+        fault_domain: "replica", or "node": all ranks of a host are one replica.
+
+    Raises:
+        UnsupportedHostError: replicas differ in shape; a parameter is neither marked as sharded over tensor ranks nor
+            equal on them.
+    """
+    mixing = list(_mixing_groups(engine))
+    reductions = [engine.seq_data_parallel_group, *(group for _, group in _expert_groups(engine, data=True))]
+    node = _node_label() if fault_domain == "node" else ()
+    own = Membership(tuple(map(_name, mixing)) + node, tuple(map(_name, reductions)), socket.gethostname())
+    roster = Roster.of(gather_memberships(TorchTransport(), own, engine.device))
+    parts = tuple(_part(engine, roster, kind, group) for kind, group in enumerate(reductions))
+    ranks = roster.replicas[roster.replica_of(dist.get_rank())]
+    replica = TorchTransport(_group(ranks)) if roster.split else None
+    return Peers(parts, roster, tuple(_shared(engine)), replica)
+
+
+def describe(engine: Any, fault_domain: str) -> str:
+    """The kinds of parallelism within a replica, e.g. "pipeline 2 x tensor 2"; empty for plain data parallelism."""
+    found = [("pipeline", _stages(engine)), ("tensor", _size(tensor_group(engine)))]
+    found.append(("sequence", int(getattr(engine, "sequence_parallel_size", 1) or 1)))
+    found += [("expert", _size(group)) for _, group in _expert_groups(engine, data=False)]
+    words = [f"{name} {size}" for name, size in found if size > 1]
+    return " x ".join(words + (["node"] if fault_domain == "node" else []))
+
+
+def tensor_group(engine: Any) -> Group | None:
+    """The tensor-parallel ranks of this rank's replica and stage; None without tensor parallelism."""
+    mpu = engine.mpu
+    if mpu is None or is_sequence_mpu(mpu):
+        return None
+    for getter in ("get_slice_parallel_group", "get_tensor_model_parallel_group", "get_model_parallel_group"):
+        if hasattr(mpu, getter):
+            group = getattr(mpu, getter)()
+            return group if _size(group) > 1 else None
+    return None
+
+
+def is_sequence_mpu(mpu: Any) -> bool:
+    """Whether a client mpu stands for Ulysses sequence parallelism and nothing else."""
+    return hasattr(mpu, "initialize_sequence_parallel")
+
+
+def kind_of(engine: Any, param: Any) -> int:
+    """Which of the rank's reductions a parameter goes through: 0, or that of its experts."""
+    if getattr(param, "allreduce", True):
+        return 0
+    names = [name for name, _ in _expert_groups(engine, data=True)]
+    return 1 + names.index(param.group_name)
+
+
+def mean_scale(engine: Any, part: Part) -> float:
+    """What the mean over the ranks of a reduction has to be multiplied by to be the host's average.
+
+    Expert gradients are divided by the number of dense ranks too, so that the expert-parallel size changes nothing; the
+    ranks that share a sequence add up. (ZeRO 3 with reduce-scatter takes the plain mean over all ranks instead.)
+    """
+    sequence = float(getattr(engine, "sequence_parallel_size", 1) or 1)
+    dense = dist.get_world_size(engine.seq_data_parallel_group)
+    return part.transport.size / dense if part.kind else sequence
+
+
+def is_sharded(param: Any) -> bool:
+    """Whether a parameter is one rank's part of a tensor that is cut over tensor ranks, by the marks DeepSpeed uses."""
+    return bool(getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False))
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def _mixing_groups(engine: Any) -> Iterator[Group]:
+    """Groups whose ranks exchange activations or gradients before the reduction over replicas."""
+    from deepspeed.utils import groups
+
+    mpu = engine.mpu
+    if mpu is not None:
+        yield mpu.get_model_parallel_group()
+    if int(getattr(engine, "sequence_parallel_size", 1) or 1) > 1:
+        yield groups._get_sequence_parallel_group()
+    for _, group in _expert_groups(engine, data=False):
+        yield group
+
+
+def _expert_groups(engine: Any, *, data: bool) -> list[tuple[str, Group]]:
+    """Expert-parallel groups (or, with `data`, the groups over which expert gradients are reduced), by name."""
+    from deepspeed.utils import groups
+
+    getter = groups._get_expert_data_parallel_group if data else groups._get_expert_parallel_group
+    names = {p.group_name for p in engine.module.parameters() if not getattr(p, "allreduce", True)}
+    return [(name, getter(name)) for name in sorted(names)]
+
+
+def _part(engine: Any, roster: Roster, kind: int, group: Group) -> Part:
+    ranks = dist.get_process_group_ranks(group)
+    rows = tuple(roster.replica_of(rank) for rank in ranks)
+    if len(set(rows)) != roster.n:
+        raise UnsupportedHostError(
+            f"byzantine: of the {roster.n} replicas of this job only {len(set(rows))} take part in the reduction over "
+            f"ranks {ranks}. Every replica has to hold all tensors: use the same parallel layout in all of them."
+        )
+    columns = columns_of(rows)
+    name = min(ranks)
+    if len(columns) == 1:
+        return Part(TorchTransport(group), rows, kind, name)
+    here = ranks.index(dist.get_rank())
+    inner = [rank for rank, row in zip(ranks, rows, strict=True) if row == rows[here]]
+    outer = next([ranks[k] for k in column] for column in columns if here in column)
+    return Part(TorchTransport(group), rows, kind, name, TorchTransport(_group(inner)), TorchTransport(_group(outer)))
+
+
+def _group(ranks: Sequence[int]) -> Group:
+    """A group of these global ranks, each of which calls this; made once."""
+    key = id(dist.group.WORLD), tuple(sorted(ranks))
+    if key not in _made:
+        _made[key] = dist.new_group(list(key[1]), use_local_synchronization=True)
+    return _made[key]
+
+
+def _name(group: Group) -> int:
+    return min(dist.get_process_group_ranks(group))
+
+
+def _size(group: Group | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _stages(engine: Any) -> int:
+    return int(engine.module.num_stages) if getattr(engine, "pipeline_parallelism", False) else 1
+
+
+def _node_label() -> tuple[int, ...]:
+    """A number for this rank's host: its name, and the launcher's number of the node where it gives one."""
+    number = os.environ.get("CROSS_RANK", os.environ.get("GROUP_RANK", ""))
+    return (int.from_bytes(blake2b(f"{socket.gethostname()}/{number}".encode(), digest_size=7).digest(), "big"),)
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def _shared(engine: Any) -> Iterator[Shared]:
+    named = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    group = tensor_group(engine)
+    if group is not None:
+        _check_marks(TorchTransport(group), named, engine.device)
+        yield Shared(TorchTransport(group), frozenset(name for name, p in named.items() if not is_sharded(p)))
+    name_of = {id(p): name for name, p in named.items()}
+    for weights, tied in ties(engine):
+        tensors = frozenset(name_of[id(w)] for w in weights if id(w) in name_of)
+        if tensors:
+            yield Shared(TorchTransport(tied), tensors, apart=True)
+
+
+def ties(engine: Any) -> Iterator[tuple[list[Any], Group]]:
+    """Weights that other pipeline stages hold as well, with the ranks of this replica that do; by key."""
+    for _, comm in sorted(getattr(engine.module, "tied_comms", {}).items()):
+        attributes = comm["weight_attr"]
+        names = [attributes] if isinstance(attributes, str) else attributes
+        yield [_attribute(comm["module"], name) for name in names], comm["group"]
+
+
+def _attribute(module: Any, dotted: str) -> Any:
+    for name in dotted.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _check_marks(transport: TorchTransport, named: dict[str, Any], device: torch.device) -> None:
+    """Tensor ranks have to hold the same parameters, and those that are not marked as sharded have to be equal."""
+    shapes = repr([(name, _numel(p), is_sharded(p)) for name, p in named.items()]).encode()
+    own = torch.empty(1 + len(named), dtype=torch.int64)
+    own[0] = int.from_bytes(blake2b(shapes, digest_size=7).digest(), "big")
+    first = torch.empty_like(own[:1])
+    everybody = torch.empty(transport.size, dtype=torch.int64, device=device)
+    transport.all_gather(everybody, own[:1].to(device))
+    first = everybody.cpu()
+    if bool((first != first[0]).any()):
+        raise UnsupportedHostError(
+            "byzantine: the tensor-parallel ranks of a replica hold parameters of different names, sizes or marks, so "
+            "that copies of replicated parameters cannot be kept equal. Choose a tensor-parallel size that divides the "
+            "number of (key-value) heads and all sharded dimensions."
+        )
+    own[1:] = torch.tensor([0 if is_sharded(p) else _digest(p) for p in named.values()], dtype=torch.int64)
+    digests = torch.empty(transport.size * own.numel(), dtype=torch.int64, device=device)
+    transport.all_gather(digests, own.to(device))
+    table = digests.cpu().view(transport.size, -1)
+    differing = [name for i, name in enumerate(named, 1) if bool((table[:, i] != table[0, i]).any())]
+    if differing:
+        listed = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+        raise UnsupportedHostError(
+            f"byzantine: {listed}: not marked as sharded over tensor-parallel ranks, yet different on them. Set "
+            "param.tensor_model_parallel = True on sharded parameters (DeepSpeed needs the mark for gradient norms as "
+            "well), and start replicated ones from the same values, e.g. by seeding all tensor ranks alike."
+        )
+
+
+def _numel(param: Any) -> int:
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def _digest(param: Any) -> int:
+    """A checksum of what this rank holds of a parameter. It finds differences by accident, not by intent."""
+    held = getattr(param, "ds_tensor", param).detach().reshape(-1).contiguous()
+    total = torch.zeros((), dtype=torch.int64, device=held.device)
+    for i, block in enumerate(torch.split(held, 1 << 24)):
+        words = _as_integers(block)
+        total += ((torch.arange(words.numel(), device=held.device) % 65521 + 1 + i) * words).sum()
+    return int(total)
+
+
+def _as_integers(flat: Tensor) -> Tensor:
+    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return flat.view(sizes[flat.element_size()]).to(torch.int64)
