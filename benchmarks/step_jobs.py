@@ -76,7 +76,7 @@ def memory(job: dict[str, Any]) -> dict[str, Any]:
 
     attachment = attachment_of(engine)
     if attachment is not None:
-        recorder, transport = attachment.aggregator.recorder, attachment.aggregator.transport
+        recorder, transport = attachment.aggregator.recorder, attachment.aggregator.peers.parts[0].transport
         before = transport.bytes_sent
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         stock = recorder.stock_bytes

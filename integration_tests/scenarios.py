@@ -180,3 +180,121 @@ def attacked() -> list[dict]:
             section = dict(job.get("rule", {"f": 1}))
             jobs.append({**base, "name": f"{host}.{attack}.rule", "bad": bad, "byzantine": section})
     return jobs
+
+
+# -- parallelism within a replica --------------------------------------------------------------------------------------
+
+TIED_20 = {"kind": "pipeline", "stage": 1, "tied": True, "steps": 20}
+FP16 = {"fp16": True, "ds": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
+
+# name -> job of parallel_jobs.py. Six ranks: three replicas of two.
+PARALLEL_RANKS = 6
+PARALLEL: dict[str, dict] = {
+    "pp_z0": {"kind": "pipeline", "stage": 0},
+    "pp_z1": {"kind": "pipeline", "stage": 1},
+    "pp_z1_scattered": {"kind": "pipeline", "stage": 1, **zero(contiguous_gradients=False)},
+    "pp_z1_tiny": {"kind": "pipeline", "stage": 1, **zero(reduce_bucket_size=600)},
+    "pp_z0_tied": {"kind": "pipeline", "stage": 0, "tied": True},
+    "pp_z1_tied": {"kind": "pipeline", "stage": 1, "tied": True},
+    "pp_z1_two_ties": {"kind": "pipeline", "stage": 1, "tied": True, "second_tie": True},
+    "pp_z1_tied_tiny": {"kind": "pipeline", "stage": 1, "tied": True, **zero(reduce_bucket_size=600)},
+    "pp_z1_tied_clip": {"kind": "pipeline", "stage": 1, "tied": True, "ds": {"gradient_clipping": 0.5}},
+    "tp_z0": {"kind": "autotp", "stage": 0},
+    "tp_z1": {"kind": "autotp", "stage": 1},
+    "tp_z2": {"kind": "autotp", "stage": 2, "gas": 2},
+    "tp_z3": {"kind": "autotp", "stage": 3},
+    "mpu_z0": {"kind": "megatron", "stage": 0},
+    "mpu_z1": {"kind": "megatron", "stage": 1},
+    "mpu_z2": {"kind": "megatron", "stage": 2, "gas": 2, "ds": {"gradient_clipping": 0.5}},
+    "mpu_z3": {"kind": "megatron", "stage": 3},
+    "ep_z0": {"kind": "experts", "stage": 0},
+    "ep_z1": {"kind": "experts", "stage": 1},
+    "ep_z2": {"kind": "experts", "stage": 2, "gas": 2},
+    "ep_z2_sum": {"kind": "experts", "stage": 2, "ds": {"gradient_allreduce_op": "sum"}, "lr": 0.05},
+    "sp_z0": {"kind": "sequence", "stage": 0},
+    "sp_z1": {"kind": "sequence", "stage": 1},
+    "sp_z2": {"kind": "sequence", "stage": 2, "gas": 2},
+    "sp_z3": {"kind": "sequence", "stage": 3},
+    "sp_z3_allreduce": {"kind": "sequence", "stage": 3, **zero(reduce_scatter=False)},
+}
+PARALLEL_BF16: dict[str, dict] = {
+    "pp_z0_bf16_tied": {"kind": "pipeline", "stage": 0, "tied": True, "ds": BF16},  # BF16_Optimizer
+    "pp_z1_bf16": {"kind": "pipeline", "stage": 1, "ds": BF16},
+    "pp_z1_bf16_tied": {"kind": "pipeline", "stage": 1, "tied": True, "ds": BF16},
+    "pp_z1_bf16_fp32acc_tied": {  # BF16_Optimizer
+        "kind": "pipeline",
+        "stage": 1,
+        "tied": True,
+        "ds": {**BF16, **FP32_ACCUMULATION},
+    },
+    "tp_z2_bf16": {"kind": "autotp", "stage": 2, "ds": BF16},
+    "ep_z2_bf16": {"kind": "experts", "stage": 2, "ds": BF16},
+}
+SIXFOLD = {**PARALLEL, **PARALLEL_BF16}
+
+# Eight ranks: two replicas of a pipeline of two stages, each cut over two tensor ranks. f=0 is all that n=2 allows.
+CUBE_RANKS = 8
+CUBE: dict[str, dict] = {
+    "z0": {"kind": "pipeline", "stage": 0, "tensor": 2},
+    "z1": {"kind": "pipeline", "stage": 1, "tensor": 2},
+    "z1_tied": {"kind": "pipeline", "stage": 1, "tensor": 2, "tied": True},
+}
+CUBE_RULES: dict[str, dict] = {
+    "mean": MEAN,
+    "median": {"rule": "median", "f": 0},
+    "trimmed_mean": {"rule": "trimmed_mean", "f": 0},
+}
+
+# One rank of the last replica is bad from step 2 on: at the loss of the last stage, in the activations of one tensor
+# rank, or in the gradients that it sends. (job, rank, ranks in which it must be found)
+GRADIENTS = {"name": "scale", "factor": -30.0, "replicas": [2], "model_ranks": [1], "start": 2}
+SPOILED: dict[str, tuple[dict, dict]] = {
+    "pp_loss": (
+        {"kind": "pipeline", "stage": 1, "tied": True, "bad": {"rank": 5, "how": "loss", "factor": -30.0, "from": 2}},
+        {"replica": 2},
+    ),
+    "pp_gradients": ({"kind": "pipeline", "stage": 1, "tied": True, "drill": GRADIENTS}, {"replica": 2, "ranks": [5]}),
+    "pp_nan": (
+        {"kind": "pipeline", "stage": 0, "tied": True, "drill": {"name": "nan", "replicas": [2], "model_ranks": [0]}},
+        {"replica": 2, "ranks": [2]},
+    ),
+    "tp_activations": (
+        {
+            "kind": "autotp",
+            "stage": 2,
+            "bad": {"rank": 5, "how": "activations", "at": "model.layers.0.mlp.up_proj", "factor": 300.0, "from": 2},
+        },
+        {"replica": 2},
+    ),
+    "tp_gradients": ({"kind": "autotp", "stage": 2, "drill": GRADIENTS}, {"replica": 2, "ranks": [5]}),
+    "mpu_gradients": ({"kind": "megatron", "stage": 1, "drill": GRADIENTS}, {"replica": 2, "ranks": [5]}),
+    "mpu_z3_gradients": ({"kind": "megatron", "stage": 3, "drill": GRADIENTS}, {"replica": 2, "ranks": [5]}),
+    "ep_gradients": ({"kind": "experts", "stage": 2, "drill": GRADIENTS}, {"replica": 2}),
+    "sp_gradients": ({"kind": "sequence", "stage": 2, "drill": GRADIENTS}, {"replica": 2}),
+}
+SPOILED_RULES: dict[str, dict] = {
+    "default": {"f": 1},
+    "median": {"f": 1, "rule": "median"},
+    "model": {"f": 1, "rule": "caf_gated", "scope": "model"},
+    "shard": {"f": 1, "scope": "shard"},
+}
+
+
+def parallel_pairs(table: dict[str, dict], section: dict = MEAN) -> list[dict]:
+    """As `pairs`, for jobs of parallel_jobs.py."""
+    return [{**job, "module": "parallel_jobs"} for job in pairs(table, section)]
+
+
+def spoiled() -> list[dict]:
+    """Each case clean, with the mean, and with every rule."""
+    jobs = []
+    for name, (job, _) in SPOILED.items():
+        base = {"module": "parallel_jobs", "steps": 24, **job}
+        drill, bad = base.pop("drill", None), base.pop("bad", None)
+        wrong = {**base, **({"bad": bad} if bad else {})}
+        extra = {"drill": drill} if drill else {}
+        jobs.append({**base, "name": f"{name}.clean"})
+        jobs.append({**wrong, "name": f"{name}.mean", "byzantine": {**MEAN, **extra}})
+        for rule, section in SPOILED_RULES.items():
+            jobs.append({**wrong, "name": f"{name}.{rule}", "byzantine": {**section, **extra}})
+    return jobs

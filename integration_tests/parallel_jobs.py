@@ -1,0 +1,453 @@
+"""Jobs under pipeline, tensor, expert and sequence parallelism: real DeepSpeed engines, small models, real text.
+
+Keys of a job beside those of jobs.py: kind (the function), the keys that its docstring names, and bad ({"rank": r,
+"how": "loss" | "activations", "factor": x, "from": step}). Results: weights (of this rank, by name), copies (those of
+which other ranks of the replica hold a copy), losses, held_out, events, replicas.
+"""
+
+from __future__ import annotations
+
+from functools import partial, wraps
+
+import torch
+import torch.distributed as dist
+from jobs import SEQUENCE, VOCABULARY, batch, ds_config, events, messages, own_directory
+from torch import nn
+
+WIDTH = 16
+
+
+def alone(job):
+    """DeepSpeed keeps its groups in globals of a module: forget them after a job, or the next one would find them."""
+
+    @wraps(job)
+    def run(options: dict) -> dict:
+        from deepspeed.utils import groups
+
+        try:
+            return job(options)
+        finally:
+            groups._release_process_group_references()
+
+    return run
+
+
+class Embedding(nn.Module):
+    """Token embedding whose weight can be used as the output layer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH) * 0.1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.weight)
+
+
+def logits_of(module: Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden @ module.weight.t()
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden)
+
+
+class Block(nn.Module):
+    """Norm, a mixing over earlier positions, a two-layer perceptron; residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        steps = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype)[:, None]
+        past = self.norm(hidden).cumsum(1) / steps
+        return hidden + self.down(torch.tanh(self.up(past)))
+
+
+class _SumForward(torch.autograd.Function):
+    """All-reduce in forward, identity in backward: what a row-parallel layer ends with (Megatron-LM's g)."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _SumBackward(torch.autograd.Function):
+    """Identity in forward, all-reduce in backward: what a column-parallel layer begins with (Megatron-LM's f)."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class TensorBlock(nn.Module):
+    """`Block` with its perceptron cut over the tensor ranks, as in Megatron-LM: up by columns, down by rows."""
+
+    def __init__(self, group, mark: bool = True) -> None:
+        super().__init__()
+        self.group = group
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        whole = Block()
+        self.norm = whole.norm
+        self.up = nn.Linear(WIDTH, 2 * WIDTH // size)
+        self.down = nn.Linear(2 * WIDTH // size, WIDTH, bias=False)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        with torch.no_grad():
+            self.up.weight.copy_(whole.up.weight.chunk(size, 0)[rank])
+            self.up.bias.copy_(whole.up.bias.chunk(size, 0)[rank])
+            self.down.weight.copy_(whole.down.weight.chunk(size, 1)[rank])
+            self.bias.copy_(whole.down.bias)
+        for p in (self.up.weight, self.up.bias, self.down.weight):
+            p.tensor_model_parallel = mark
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        steps = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype)[:, None]
+        past = _SumBackward.apply(self.norm(hidden).cumsum(1) / steps, self.group)
+        return hidden + _SumForward.apply(self.down(torch.tanh(self.up(past))), self.group) + self.bias
+
+
+def cross_entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output[:, :-1].reshape(-1, VOCABULARY).float(), labels[:, 1:].reshape(-1))
+
+
+# -- pipeline ----------------------------------------------------------------------------------------------------------
+
+
+@alone
+def pipeline(job: dict) -> dict:
+    """Train a PipelineModule: `stages`, `tensor` (ranks that cut each block), tied (bool)."""
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    fp16_allowed(job)
+    stages, tensor = job.get("stages", 2), job.get("tensor", 1)
+    replicas = dist.get_world_size() // (stages * tensor)
+    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=replicas)
+    slices = _slices(topology) if tensor > 1 else None
+    block = partial(TensorBlock, slices) if tensor > 1 else Block
+    middle = [LayerSpec(block) for _ in range(job.get("blocks", 4))]
+    if job.get("tied"):
+        tie = partial(TiedLayerSpec, "embed", Embedding, tied_weight_attr="weight")
+        layers = [tie(), *middle, tie(forward_fn=logits_of)]
+    else:
+        layers = [LayerSpec(Embedding), *middle, LayerSpec(Head)]
+    if job.get("second_tie"):
+        tie = partial(TiedLayerSpec, "again", nn.Linear, WIDTH, WIDTH, tied_weight_attr=["weight", "bias"])
+        layers = [layers[0], tie(), *layers[1:-1], tie(), layers[-1]]
+    torch.manual_seed(job.get("seed", 0))
+    model = PipelineModule(
+        layers, topology=topology, loss_fn=partial(_loss, job), partition_method="uniform", base_seed=0,
+        seed_layers=True,
+    )  # fmt: skip
+    directory = own_directory(job)
+    with messages() as said:
+        options = {"model_parameters": [p for p in model.parameters() if p.requires_grad]}
+        if job.get("optimizer", "sgd") == "sgd":
+            options["optimizer"] = torch.optim.SGD(options["model_parameters"], lr=job.get("lr", 0.2), momentum=0.5)
+        engine = deepspeed.initialize(model=model, config=ds_config({"gas": 2, **job}), **options)[0]
+    job["engine"] = engine
+    data = _Batches(engine.grid.data_parallel_id, replicas, job)
+    losses = [float(engine.train_batch(data)) for _ in range(job.get("steps", 4))]
+    held_out = float(engine.eval_batch(iter(_held_out(job)), num_micro_batches=8))
+    result = outcome(engine, losses, held_out, directory, said)
+    result["tied"] = {
+        key: comm["module"].weight.detach().float().clone() for key, comm in model.tied_comms.items()
+    }  # fmt: skip
+    job.pop("engine")
+    engine.destroy()
+    return result
+
+
+def _slices(topology):
+    """The group of ranks that hold the parts of this rank's layers."""
+    mine = None
+    for ranks in topology.get_axis_comm_lists("model"):
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def _loss(job: dict, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss on the last stage; a bad rank spoils it there."""
+    loss = cross_entropy(output, labels)
+    return loss * job["bad"]["factor"] if is_bad(job, "loss") and output.requires_grad else loss
+
+
+class _Batches:
+    """Endless (tokens, labels), the same on all ranks of a replica, other ones on each replica."""
+
+    def __init__(self, replica: int, replicas: int, job: dict) -> None:
+        self.replica, self.replicas, self.job, self.number = replica, replicas, job, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        tokens = batch(self.number * self.replicas + self.replica, self.job.get("micro_batch", 4))
+        self.number += 1
+        return tokens, tokens
+
+
+def _held_out(job: dict):
+    """Eight micro-batches of the size of those in training: the stages have agreed on the shape of activations."""
+    size = job.get("micro_batch", 4)
+    return [(tokens, tokens) for tokens in batch(10**6, 8 * size, held_out=True).split(size)]
+
+
+# -- tensor ------------------------------------------------------------------------------------------------------------
+
+
+class Mpu:
+    """A client's model-parallel unit with the getters that DeepSpeed asks a Megatron-LM mpu for."""
+
+    def __init__(self, tensor: int) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.tensor, self.data = tensor, world // tensor
+        for first in range(0, world, tensor):
+            ranks = range(first, first + tensor)
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                self._model = group
+        for place in range(tensor):
+            ranks = range(place, world, tensor)
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                self._data = group
+
+    def get_model_parallel_group(self):
+        return self._model
+
+    def get_tensor_model_parallel_group(self):
+        return self._model
+
+    def get_model_parallel_rank(self):
+        return dist.get_rank(self._model)
+
+    def get_tensor_model_parallel_rank(self):
+        return dist.get_rank(self._model)
+
+    def get_model_parallel_world_size(self):
+        return self.tensor
+
+    def get_tensor_model_parallel_world_size(self):
+        return self.tensor
+
+    def get_data_parallel_group(self):
+        return self._data
+
+    def get_data_parallel_rank(self):
+        return dist.get_rank(self._data)
+
+    def get_data_parallel_world_size(self):
+        return self.data
+
+
+class TensorModel(nn.Module):
+    """The tensor-parallel twin of the pipeline's model, as one module."""
+
+    def __init__(self, group, blocks: int = 2, mark: bool = True) -> None:
+        super().__init__()
+        self.embedding = Embedding()
+        self.blocks = nn.ModuleList(TensorBlock(group, mark) for _ in range(blocks))
+        self.head = Head()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return cross_entropy(self.head(hidden), labels)
+
+
+@alone
+def megatron(job: dict) -> dict:
+    """Train a Megatron-style model with a client mpu: `tensor` ranks cut each block."""
+    mpu = Mpu(job.get("tensor", 2))
+    torch.manual_seed(job.get("seed", 0))
+    model = TensorModel(mpu.get_model_parallel_group(), mark=job.get("mark", True))
+    return _train(job, model, mpu.get_data_parallel_rank(), mpu.data, mpu=mpu)
+
+
+@alone
+def autotp(job: dict) -> dict:
+    """Train a tiny Llama that DeepSpeed cuts over `tensor` ranks."""
+    from jobs import llama
+
+    tensor = job.get("tensor", 2)
+    job = {**job, "ds": {**job.get("ds", {}), "tensor_parallel": {"autotp_size": tensor}}}
+    model = llama({"model": {"tie_word_embeddings": False, "num_key_value_heads": 4}, **job})
+    replica = dist.get_rank() // tensor
+    return _train(job, model, replica, dist.get_world_size() // tensor)
+
+
+# -- experts and sequences ---------------------------------------------------------------------------------------------
+
+
+class ExpertModel(nn.Module):
+    """Embedding, a mixture of experts cut over `ep` ranks, head."""
+
+    def __init__(self, ep: int, experts: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.embedding = Embedding()
+        self.block = Block()
+        expert = nn.Sequential(nn.Linear(WIDTH, 24), nn.ReLU(), nn.Linear(24, WIDTH))
+        self.moe = MoE(WIDTH, expert, num_experts=experts, ep_size=ep, k=1, use_rts=False, capacity_factor=4.0)
+        self.head = Head()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.block(self.embedding(input_ids))
+        mixed, balance, _ = self.moe(hidden)
+        return cross_entropy(self.head(hidden + mixed), labels) + 0.01 * balance
+
+
+@alone
+def experts(job: dict) -> dict:
+    """Train a mixture of experts; `expert` ranks hold one copy of the experts."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    size = job.get("expert", 2)
+    torch.manual_seed(job.get("seed", 0))
+    model = ExpertModel(size, experts=2 * size)
+    parameters = split({"params": [p for p in model.parameters()], "name": "parameters"})
+    return _train(job, model, dist.get_rank(), dist.get_world_size(), parameters=parameters)
+
+
+class SequenceModel(nn.Module):
+    """Each rank has its part of the sequence; the block's running mean crosses the parts (Ulysses' groups)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = Embedding(), Block(), Head()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.head(self.block(self.embedding(input_ids))), labels)
+
+
+@alone
+def sequence(job: dict) -> dict:
+    """Train with Ulysses' groups: `sequence` consecutive ranks share each sample, every one takes its part of it."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
+
+    size = job.get("sequence", 2)
+    if mpu._SEQUENCE_PARALLEL_GROUP is None:
+        mpu.initialize_sequence_parallel(size)
+    torch.manual_seed(job.get("seed", 0))
+    replicas = dist.get_world_size() // size
+    return _train(job, SequenceModel(), dist.get_rank() // size, replicas, mpu=mpu, cut=size)
+
+
+def _train(job: dict, model, replica: int, replicas: int, *, mpu=None, parameters=None, cut: int = 1) -> dict:
+    import deepspeed
+
+    fp16_allowed(job)
+    parameters = parameters or [p for p in model.parameters() if p.requires_grad]
+    options = {"model_parameters": parameters, **({} if mpu is None else {"mpu": mpu})}
+    if job.get("optimizer", "sgd") == "sgd":
+        options["optimizer"] = torch.optim.SGD(parameters, lr=job.get("lr", 0.2), momentum=0.5)
+    directory = own_directory(job)
+    with messages() as said:
+        engine = deepspeed.initialize(model=model, config=ds_config(job), **options)[0]
+    job["engine"] = engine
+    losses, gas = [], job.get("gas", 1)
+    hook = _spoil_activations(engine, job)
+    for step in range(job.get("steps", 4)):
+        for micro in range(gas):
+            tokens = batch((step * gas + micro) * replicas + replica, job.get("micro_batch", 4))
+            if cut > 1:
+                tokens = tokens.chunk(cut, 1)[dist.get_rank() % cut].contiguous()
+            output = engine(input_ids=tokens, labels=tokens)
+            loss = getattr(output, "loss", output).float()
+            engine.backward(loss * job["bad"]["factor"] if is_bad(job, "loss") else loss)
+            engine.step()
+        losses.append(float(loss.detach()))
+    if hook is not None:
+        hook.remove()
+    with torch.no_grad():
+        tokens = batch(10**6, 32, held_out=True)
+        output = engine(input_ids=tokens, labels=tokens)
+        held_out = float(getattr(output, "loss", output))
+    result = outcome(engine, losses, held_out, directory, said)
+    job.pop("engine")
+    engine.destroy()
+    return result
+
+
+def _spoil_activations(engine, job: dict):
+    """On a bad rank, multiply what the module called `at` puts out."""
+    if (job.get("bad") or {}).get("how") != "activations":
+        return None
+    module = dict(engine.module.named_modules())[job["bad"]["at"]]
+
+    def hook(module, inputs, output):
+        return output * job["bad"]["factor"] if is_bad(job, "activations") else None
+
+    return module.register_forward_hook(hook)
+
+
+# -- what they share ---------------------------------------------------------------------------------------------------
+
+
+def is_bad(job: dict, how: str) -> bool:
+    """Whether this rank misbehaves in that way now."""
+    bad = job.get("bad") or {}
+    return bad.get("how") == how and dist.get_rank() == bad["rank"] and job["engine"].global_steps >= bad.get("from", 0)
+
+
+def fp16_allowed(job: dict) -> None:
+    if job.get("fp16"):
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        CPU_Accelerator.is_fp16_supported = lambda self: True
+
+
+def outcome(engine, losses: list[float], held_out: float, directory, said: list[str]) -> dict:
+    """What this rank ended with."""
+    from ds_byzantine.activation import attachment_of
+    from jobs import full_weights
+
+    attachment = attachment_of(engine)
+    peers = attachment.aggregator.peers if attachment is not None and attachment.aggregator is not None else None
+    weights = full_weights(engine)
+    shared = {t for one in peers.shared for t in one.tensors} if peers is not None else set()
+    return {
+        "weights": weights,
+        "copies": {name: weights[name] for name in shared},
+        "losses": losses,
+        "held_out": held_out,
+        "skipped": engine.skipped_steps,
+        "optimizer": type(engine.optimizer).__name__,
+        "replicas": None if peers is None else peers.roster.replicas,
+        "events": events(directory),
+        "messages": said,
+    }
+
+
+def refuse(job: dict) -> dict:
+    """Run a job whose engine has to be refused; the error is the result."""
+    return globals()[job["of"]]({**job, "steps": 0})
+
+
+assert SEQUENCE % 2 == 0
