@@ -86,12 +86,13 @@ def attach(engine: Any) -> Attachment | None:
     import deepspeed
 
     _show_messages()
-    verify(_points(engine), deepspeed.__version__, points.SUPPORTED)
-    refuse_unsupported(engine)
     world = TorchTransport()
+    with parallel.failing_together(world, engine.device):
+        verify(_points(engine), deepspeed.__version__, points.SUPPORTED)
+        refuse_unsupported(engine)
+        _refuse_late_offload(engine, config)
     peers = parallel.peers_of(engine, config.fault_domain)
     within = parallel.describe(engine, config.fault_domain)
-    _refuse_late_offload(engine, config)
     settled = _plan(engine, peers, config, within)
     log, problem = _opened_log(config) if world.rank == 0 else (None, None)
     _agree(engine, world, config, problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_byzantine.errors import UnsupportedHostError
+from ds_byzantine.errors import ByzantineError, UnsupportedHostError
 from ds_byzantine.exchange.groups import Membership, Part, Peers, Roster, Shared, columns_of, gather_memberships
-from ds_byzantine.exchange.transport import TorchTransport
+from ds_byzantine.exchange.transport import TorchTransport, Transport
 
 Group = dist.ProcessGroup
 
@@ -36,11 +37,38 @@ def peers_of(engine: Any, fault_domain: str) -> Peers:
     reductions = [engine.seq_data_parallel_group, *(group for _, group in _expert_groups(engine, data=True))]
     node = _node_label() if fault_domain == "node" else ()
     own = Membership(tuple(map(_name, mixing)) + node, tuple(map(_name, reductions)), socket.gethostname())
-    roster = Roster.of(gather_memberships(TorchTransport(), own, engine.device))
-    parts = tuple(_part(engine, roster, kind, group) for kind, group in enumerate(reductions))
+    world = TorchTransport()
+    roster = Roster.of(gather_memberships(world, own, engine.device))
+    named = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    with failing_together(world, engine.device):
+        rows = [_rows(roster, group) for group in reductions]
+        if tensor_group(engine) is not None:
+            _check_marks(engine, named)
+    parts = tuple(_part(kind, group, of) for kind, (group, of) in enumerate(zip(reductions, rows, strict=True)))
     ranks = roster.replicas[roster.replica_of(dist.get_rank())]
     replica = TorchTransport(_group(ranks)) if roster.split else None
-    return Peers(parts, roster, tuple(_shared(engine)), replica)
+    return Peers(parts, roster, tuple(_shared(engine, named)), replica)
+
+
+@contextmanager
+def failing_together(world: Transport, device: torch.device) -> Iterator[None]:
+    """Raise on all ranks if the block raises on one: a rank that stopped alone would leave the others waiting.
+
+    Raises:
+        ByzantineError: the block's own; on the other ranks an UnsupportedHostError that says where to look.
+    """
+    problem = None
+    try:
+        yield
+    except ByzantineError as error:
+        problem = error
+    flags = torch.empty(world.size, dtype=torch.int64, device=device)
+    world.all_gather(flags, torch.tensor([int(problem is not None)], dtype=torch.int64, device=device))
+    if problem is not None:
+        raise problem
+    if flags.any():
+        ranks = flags.nonzero()[:, 0].tolist()
+        raise UnsupportedHostError(f"byzantine: refused on ranks {ranks}; the reason is in the output of those ranks.")
 
 
 def describe(engine: Any, fault_domain: str) -> str:
@@ -118,7 +146,8 @@ def _expert_groups(engine: Any, *, data: bool) -> list[tuple[str, Group]]:
     return [(name, getter(name)) for name in sorted(names)]
 
 
-def _part(engine: Any, roster: Roster, kind: int, group: Group) -> Part:
+def _rows(roster: Roster, group: Group) -> tuple[int, ...]:
+    """The replica of each rank of a reduction."""
     ranks = dist.get_process_group_ranks(group)
     rows = tuple(roster.replica_of(rank) for rank in ranks)
     if len(set(rows)) != roster.n:
@@ -126,8 +155,14 @@ def _part(engine: Any, roster: Roster, kind: int, group: Group) -> Part:
             f"byzantine: of the {roster.n} replicas of this job only {len(set(rows))} take part in the reduction over "
             f"ranks {ranks}. Every replica has to hold all tensors: use the same parallel layout in all of them."
         )
-    columns = columns_of(rows)
-    name = min(ranks)
+    if len(columns_of(rows)) > 1 and list(ranks) != sorted(ranks):
+        raise UnsupportedHostError(f"byzantine: the ranks of a reduction are not in ascending order: {ranks}.")
+    return rows
+
+
+def _part(kind: int, group: Group, rows: tuple[int, ...]) -> Part:
+    ranks = dist.get_process_group_ranks(group)
+    columns, name = columns_of(rows), min(ranks)
     if len(columns) == 1:
         return Part(TorchTransport(group), rows, kind, name)
     here = ranks.index(dist.get_rank())
@@ -165,11 +200,9 @@ def _node_label() -> tuple[int, ...]:
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
-def _shared(engine: Any) -> Iterator[Shared]:
-    named = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+def _shared(engine: Any, named: dict[str, Any]) -> Iterator[Shared]:
     group = tensor_group(engine)
     if group is not None:
-        _check_marks(TorchTransport(group), named, engine.device)
         yield Shared(TorchTransport(group), frozenset(name for name, p in named.items() if not is_sharded(p)))
     name_of = {id(p): name for name, p in named.items()}
     for weights, tied in ties(engine):
@@ -192,28 +225,23 @@ def _attribute(module: Any, dotted: str) -> Any:
     return module
 
 
-def _check_marks(transport: TorchTransport, named: dict[str, Any], device: torch.device) -> None:
+def _check_marks(engine: Any, named: dict[str, Any]) -> None:
     """Tensor ranks have to hold the same parameters, and those that are not marked as sharded have to be equal."""
+    transport, device = TorchTransport(tensor_group(engine)), engine.device
     shapes = repr([(name, _numel(p), is_sharded(p)) for name, p in named.items()]).encode()
-    own = torch.empty(1 + len(named), dtype=torch.int64)
-    own[0] = int.from_bytes(blake2b(shapes, digest_size=7).digest(), "big")
-    first = torch.empty_like(own[:1])
-    everybody = torch.empty(transport.size, dtype=torch.int64, device=device)
-    transport.all_gather(everybody, own[:1].to(device))
-    first = everybody.cpu()
-    if bool((first != first[0]).any()):
+    layout = torch.tensor([int.from_bytes(blake2b(shapes, digest_size=7).digest(), "big")], dtype=torch.int64)
+    if _differs(transport, layout, device)[0]:
         raise UnsupportedHostError(
             "byzantine: the tensor-parallel ranks of a replica hold parameters of different names, sizes or marks, so "
             "that copies of replicated parameters cannot be kept equal. Choose a tensor-parallel size that divides the "
             "number of (key-value) heads and all sharded dimensions."
         )
-    own[1:] = torch.tensor([0 if is_sharded(p) else _digest(p) for p in named.values()], dtype=torch.int64)
-    digests = torch.empty(transport.size * own.numel(), dtype=torch.int64, device=device)
-    transport.all_gather(digests, own.to(device))
-    table = digests.cpu().view(transport.size, -1)
-    differing = [name for i, name in enumerate(named, 1) if bool((table[:, i] != table[0, i]).any())]
-    if differing:
-        listed = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+    data_rank = dist.get_rank(engine.seq_data_parallel_group)
+    digests = [0 if is_sharded(p) else _digest(p, data_rank) for p in named.values()]
+    differ = _differs(transport, torch.tensor(digests, dtype=torch.int64), device)
+    found = [name for name, differs in zip(named, differ, strict=True) if differs]
+    if found:
+        listed = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         raise UnsupportedHostError(
             f"byzantine: {listed}: not marked as sharded over tensor-parallel ranks, yet different on them. Set "
             "param.tensor_model_parallel = True on sharded parameters (DeepSpeed needs the mark for gradient norms as "
@@ -221,15 +249,27 @@ def _check_marks(transport: TorchTransport, named: dict[str, Any], device: torch
         )
 
 
+def _differs(transport: Transport, own: Tensor, device: torch.device) -> list[bool]:
+    """For each number, whether it is another one on some rank."""
+    everybody = torch.empty(transport.size * own.numel(), dtype=own.dtype, device=device)
+    transport.all_gather(everybody, own.to(device))
+    table = everybody.view(transport.size, -1)
+    found: list[bool] = (table != table[0]).any(0).tolist()
+    return found
+
+
 def _numel(param: Any) -> int:
     return int(getattr(param, "ds_numel", param.numel()))
 
 
-def _digest(param: Any) -> int:
+def _digest(param: Any, data_rank: int) -> int:
     """A checksum of what this rank holds of a parameter. It finds differences by accident, not by intent."""
-    held = getattr(param, "ds_tensor", param).detach().reshape(-1).contiguous()
+    held = param
+    if hasattr(param, "ds_tensor"):  # ZeRO 3: this rank's part, without the padding at its end
+        held = param.ds_tensor
+        held = held.reshape(-1)[: max(0, param.ds_numel - data_rank * held.numel())]
     total = torch.zeros((), dtype=torch.int64, device=held.device)
-    for i, block in enumerate(torch.split(held, 1 << 24)):
+    for i, block in enumerate(torch.split(held.detach().reshape(-1).contiguous(), 1 << 24)):
         words = _as_integers(block)
         total += ((torch.arange(words.numel(), device=held.device) % 65521 + 1 + i) * words).sum()
     return int(total)
