@@ -52,15 +52,16 @@ class Judge:
         self.scope = scope
         self.recorder = recorder
 
-    def verdicts(self, held: Sequence[Block], step: int) -> list[list[Verdict]]:
+    def verdicts(self, held: Sequence[Block], step: int, device: torch.device) -> list[list[Verdict]]:
         """One verdict per tensor for each bucket; a collective call unless the scope is "shard".
 
         Args:
             held: the buckets to decide on; with scope "model" all of the step.
             step: seeds what is drawn at random; the same on all ranks.
+            device: where the transports can send from.
         """
         if self.scope == "model":
-            verdict = self._together(held, step)
+            verdict = self._together(held, step, device)
             return [[verdict] * len(one.routes.tensors) for one in held]
         return [self._apart(one, step) for one in held]
 
@@ -80,37 +81,47 @@ class Judge:
             target += distances_TN[[t for t in known if self.peers.counts(names[t])]].sum(0)
         return verdicts
 
-    def _together(self, held: Sequence[Block], step: int) -> Verdict:
+    def _together(self, held: Sequence[Block], step: int, device: torch.device) -> Verdict:
         """One verdict for all tensors: their matrices add, and a row that is not finite anywhere is out everywhere."""
         parts = [self._statistics(one) for one in held]
-        finite_N = self._finite_everywhere(held, [finite_TN for finite_TN, _ in parts])
+        finite_KN = self._finite_by_kind(held, [finite_TN for finite_TN, _ in parts])
+        finite_N = finite_KN.all(0)
+        if self.peers.replica is not None:
+            finite_N = sum_over_ranks(self.peers.replica, (~finite_N).double(), device) == 0
         if not all(bool(finite_TN.eq(finite_N).all()) for finite_TN, _ in parts):
             parts = [self._statistics(one, finite_N) for one in held]
         bases_KEE = self._counted_bases(held, [basis_TEE for _, basis_TEE in parts])
-        basis_1EE = self._over_replica(bases_KEE, held[0].rows_ND.device)
+        basis_1EE = self._over_replica(bases_KEE, device)
         with self.recorder.timed("rule"):
             verdict = decide(self.aggregator, finite_N[None], basis_1EE, step)[0][0]
-            self.recorder.tallies[0].saw("all tensors", finite_N, self.aggregator.f)
-            if bases_KEE is not None and self.aggregator.output_is_point:
-                for tally, basis_EE in zip(self.recorder.tallies, bases_KEE, strict=True):
-                    tally.distances += verdict.distances_in(basis_EE)
+        self._record(verdict, finite_KN, bases_KEE)
         return verdict
 
-    def _finite_everywhere(self, held: Sequence[Block], flags: Sequence[Tensor]) -> Tensor:
-        """Rows that are finite in all tensors of all reductions, bool [n]."""
-        finite_N = torch.cat(list(flags)).all(0)
-        if self.peers.replica is None:
-            return finite_N
-        device = held[0].rows_ND.device
-        return sum_over_ranks(self.peers.replica, (~finite_N).double(), device) == 0
+    def _finite_by_kind(self, held: Sequence[Block], flags: Sequence[Tensor]) -> Tensor:
+        """Rows that are finite in all tensors of each of this rank's reductions, bool [K, n]."""
+        finite_KN = torch.ones(len(self.peers.parts), self.peers.n, dtype=torch.bool)
+        for one, finite_TN in zip(held, flags, strict=True):
+            finite_KN[one.kind] &= finite_TN.all(0)
+        return finite_KN
+
+    def _record(self, verdict: Verdict, finite_KN: Tensor, bases_KEE: Tensor | None) -> None:
+        """What this rank's reductions contributed to the verdict on all gradients."""
+        for kind, tally in enumerate(self.recorder.tallies):
+            tally.nonfinite += ~finite_KN[kind]
+            if bases_KEE is not None and self.aggregator.output_is_point:
+                tally.distances += verdict.distances_in(bases_KEE[kind])
+        if verdict.aggregator is None:
+            self.recorder.tallies[0].unsafe["all tensors"] = (~verdict.kept_N).nonzero()[:, 0].tolist()
 
     def _counted_bases(self, held: Sequence[Block], bases: Sequence[Tensor | None]) -> Tensor | None:
         """Of each of this rank's reductions, the sum of the matrices of tensors whose copy here counts: [K, E, E]."""
         size = self.peers.n + 1
+        if not self.aggregator.needs_gram:
+            return None
         total = torch.zeros(len(self.peers.parts), size, size, dtype=torch.float64)
         for one, basis_TEE in zip(held, bases, strict=True):
             if basis_TEE is None:
-                return None
+                continue
             counted = [t for t, name in enumerate(one.routes.tensors) if self.peers.counts(name)]
             total[one.kind] += basis_TEE[counted].sum(0)
         return total

@@ -104,7 +104,7 @@ class ShardAggregator:
         self._held = []
         for one in held:
             one.bucket.flat = one.rows_ND.new_empty(one.bucket.layout.numel)
-        if held:
+        if held or (self.scope == "model" and self.peers.replica is not None):  # other ranks may hold some
             self._resolve(held)
         for one in held:
             one.commit(one.bucket.flat)
@@ -125,7 +125,7 @@ class ShardAggregator:
 
     def _resolve(self, held: Sequence[Held]) -> None:
         """Decide, combine and deliver; the buckets are decided on together if the scope is "model"."""
-        for one, chosen in zip(held, self._judge.verdicts(held, self.step), strict=True):
+        for one, chosen in zip(held, self._judge.verdicts(held, self.step, self._device), strict=True):
             transport = self.peers.parts[one.kind].transport
             with self.recorder.timed("rule"):
                 self._combine(one, chosen)

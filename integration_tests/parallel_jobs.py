@@ -145,8 +145,8 @@ def pipeline(job: dict) -> dict:
     replicas = dist.get_world_size() // (stages * tensor)
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=replicas)
     slices = _slices(topology) if tensor > 1 else None
-    block = partial(TensorBlock, slices) if tensor > 1 else Block
-    middle = [LayerSpec(block) for _ in range(job.get("blocks", 4))]
+    block = LayerSpec(TensorBlock, slices) if tensor > 1 else LayerSpec(Block)
+    middle = [block] * job.get("blocks", 4)
     if job.get("tied"):
         tie = partial(TiedLayerSpec, "embed", Embedding, tied_weight_attr="weight")
         layers = [tie(), *middle, tie(forward_fn=logits_of)]
@@ -331,7 +331,7 @@ def experts(job: dict) -> dict:
     size = job.get("expert", 2)
     torch.manual_seed(job.get("seed", 0))
     model = ExpertModel(size, experts=2 * size)
-    parameters = split({"params": [p for p in model.parameters()], "name": "parameters"})
+    parameters = split({"params": list(model.parameters()), "name": "parameters"})
     return _train(job, model, dist.get_rank(), dist.get_world_size(), parameters=parameters)
 
 
@@ -357,6 +357,21 @@ def sequence(job: dict) -> dict:
     torch.manual_seed(job.get("seed", 0))
     replicas = dist.get_world_size() // size
     return _train(job, SequenceModel(), dist.get_rank() // size, replicas, mpu=mpu, cut=size)
+
+
+@alone
+def mesh_sequence(job: dict) -> dict:
+    """Sequence parallelism by two keys of the config, which DeepSpeed does not reduce over."""
+    sizes = {"sequence_parallel_size": 2, "data_parallel_size": dist.get_world_size() // 2}
+    torch.manual_seed(0)
+    return _train({**job, "ds": sizes}, SequenceModel(), dist.get_rank() // 2, dist.get_world_size() // 2, cut=2)
+
+
+@alone
+def dense(job: dict) -> dict:
+    """Plain data parallelism."""
+    torch.manual_seed(job.get("seed", 0))
+    return _train(job, SequenceModel(), dist.get_rank(), dist.get_world_size())
 
 
 def _train(job: dict, model, replica: int, replicas: int, *, mpu=None, parameters=None, cut: int = 1) -> dict:
@@ -425,8 +440,9 @@ def fp16_allowed(job: dict) -> None:
 
 def outcome(engine, losses: list[float], held_out: float, directory, said: list[str]) -> dict:
     """What this rank ended with."""
-    from ds_byzantine.activation import attachment_of
     from jobs import full_weights
+
+    from ds_byzantine.activation import attachment_of
 
     attachment = attachment_of(engine)
     peers = attachment.aggregator.peers if attachment is not None and attachment.aggregator is not None else None

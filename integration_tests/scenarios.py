@@ -262,15 +262,20 @@ SPOILED: dict[str, tuple[dict, dict]] = {
         {
             "kind": "autotp",
             "stage": 2,
-            "bad": {"rank": 5, "how": "activations", "at": "model.layers.0.mlp.up_proj", "factor": 300.0, "from": 2},
+            "lr": 0.05,
+            "steps": 40,
+            "bad": {"rank": 5, "how": "activations", "at": "lm_head", "factor": -30.0, "from": 2},
         },
         {"replica": 2},
     ),
-    "tp_gradients": ({"kind": "autotp", "stage": 2, "drill": GRADIENTS}, {"replica": 2, "ranks": [5]}),
+    "tp_gradients": (
+        {"kind": "autotp", "stage": 2, "lr": 0.05, "steps": 40, "drill": GRADIENTS},
+        {"replica": 2, "ranks": [5]},
+    ),
     "mpu_gradients": ({"kind": "megatron", "stage": 1, "drill": GRADIENTS}, {"replica": 2, "ranks": [5]}),
     "mpu_z3_gradients": ({"kind": "megatron", "stage": 3, "drill": GRADIENTS}, {"replica": 2, "ranks": [5]}),
     "ep_gradients": ({"kind": "experts", "stage": 2, "drill": GRADIENTS}, {"replica": 2}),
-    "sp_gradients": ({"kind": "sequence", "stage": 2, "drill": GRADIENTS}, {"replica": 2}),
+    "sp_gradients": ({"kind": "sequence", "stage": 2, "lr": 0.1, "drill": GRADIENTS}, {"replica": 2}),
 }
 SPOILED_RULES: dict[str, dict] = {
     "default": {"f": 1},
@@ -297,4 +302,117 @@ def spoiled() -> list[dict]:
         jobs.append({**wrong, "name": f"{name}.mean", "byzantine": {**MEAN, **extra}})
         for rule, section in SPOILED_RULES.items():
             jobs.append({**wrong, "name": f"{name}.{rule}", "byzantine": {**section, **extra}})
+    return jobs
+
+
+def cube() -> list[dict]:
+    """Each job stock and with every rule."""
+    jobs = []
+    for name, job in CUBE.items():
+        base = {**job, "module": "parallel_jobs"}
+        jobs.append({**base, "name": f"{name}.stock"})
+        jobs += [{**base, "name": f"{name}.{rule}", "byzantine": dict(s)} for rule, s in CUBE_RULES.items()]
+    return jobs
+
+
+TIED_RULES: dict[str, dict] = {
+    "mean": MEAN,
+    "median": {"f": 1, "rule": "median"},
+    "centered_clip": {"f": 1},
+    "caf_gated": {"f": 1, "rule": "caf_gated"},
+    "nnm_trimmed_mean": {"f": 1, "rule": "trimmed_mean", "pre": ["nnm"]},
+    "model": {"f": 1, "rule": "caf_gated", "scope": "model"},
+    "shard": {"f": 1, "scope": "shard"},
+}
+
+
+def tied() -> list[dict]:
+    """20 steps of ZeRO 1 with small buckets, so that the tied weight is cut differently on its two stages."""
+    loud = {"bad": {"rank": 5, "how": "loss", "factor": 4.0}}
+    base = {**TIED_20, **loud, **zero(reduce_bucket_size=600), "module": "parallel_jobs", "lr": 0.1}
+    return [{**base, "name": f"tied.{rule}", "byzantine": dict(section)} for rule, section in TIED_RULES.items()]
+
+
+# name -> (job, words of the message).
+PARALLEL_REFUSED: dict[str, tuple[dict, tuple[str, ...]]] = {
+    "too_few_replicas": (
+        {"of": "pipeline", "stage": 1, "byzantine": {"f": 1, "rule": "krum"}},
+        ("byzantine.f", "this job has 3", "pipeline 2"),
+    ),
+    "too_few_expert_groups": (
+        {"of": "experts", "stage": 1, "expert": 3, "byzantine": {"f": 1}},
+        ("this job has 2", "expert 3"),
+    ),
+    "unmarked_shards": ({"of": "megatron", "stage": 1, "mark": False}, ("tensor_model_parallel = True", "up.weight")),
+    "tied_fp16_fp32acc": (
+        {"of": "pipeline", "stage": 1, "tied": True, "fp16": True, "ds": {**FP16["ds"], **FP32_ACCUMULATION}},
+        ("tied layers", "grad_accum_dtype"),
+    ),
+    "tied_offload": ({"of": "pipeline", "stage": 1, "tied": True, "ds": OFFLOAD}, ("tied over pipeline stages",)),
+    "sequence_in_the_config": (
+        {"of": "mesh_sequence", "stage": 1},
+        ("sequence_parallel_size in the config", "parallel_state_sp"),
+    ),
+    "drill_beyond_the_replica": (
+        {"of": "pipeline", "stage": 1, "byzantine": {"drill": {"name": "nan", "model_ranks": [2]}}},
+        ("model_ranks: got [2]", "ranks 0 to 1"),
+    ),
+}
+
+
+def refused_parallel() -> list[dict]:
+    """Jobs whose engine must not be built."""
+    base = {"module": "parallel_jobs", "kind": "refuse"}
+    return [
+        {**base, "name": f"refused.{name}", "byzantine": {}, **{k: v for k, v in job.items() if k != "byzantine"}}
+        | ({"byzantine": dict(job["byzantine"])} if "byzantine" in job else {})
+        for name, (job, _) in PARALLEL_REFUSED.items()
+    ]
+
+
+# The same model in one stage and in two.
+STAGES: dict[str, dict] = {
+    "z0": {"kind": "pipeline", "stage": 0},
+    "z1": {"kind": "pipeline", "stage": 1},
+    "z1_tied": {"kind": "pipeline", "stage": 1, "tied": True},
+}
+STAGES_RULES: dict[str, dict] = {
+    "median": {"f": 1, "rule": "median"},
+    "centered_clip": {"f": 1},
+    "caf_gated": {"f": 1, "rule": "caf_gated"},
+    "nnm_trimmed_mean": {"f": 1, "rule": "trimmed_mean", "pre": ["nnm"]},
+    "model": {"f": 1, "rule": "caf_gated", "scope": "model"},
+}
+
+
+def stages(count: int) -> list[dict]:
+    """Every rule on the model cut into so many stages, on three replicas of which the second shouts."""
+    shouting = {"rank": 1 + 3 * (count - 1), "how": "loss", "factor": 5.0}
+    return [
+        {**job, "module": "parallel_jobs", "name": f"{name}.{rule}", "stages": count, "bad": shouting, "lr": 0.1}
+        | {"byzantine": dict(section)}
+        for name, job in STAGES.items()
+        for rule, section in STAGES_RULES.items()
+    ]
+
+
+# Hosts as replicas: name -> job of jobs.py.
+NODES: dict[str, dict] = {
+    "z0": {"stage": 0},
+    "z1": {"stage": 1},
+    "z2": {"stage": 2, "gas": 2},
+    "z3": {"stage": 3},
+}
+
+
+def nodes() -> list[dict]:
+    """Stock, the mean, and the median with a bad rank on the second host."""
+    jobs = []
+    for name, job in NODES.items():
+        base = {**job, "module": "parallel_jobs", "kind": "dense", "steps": 20}
+        bad = {"rank": 3, "how": "loss", "factor": -30.0}
+        jobs.append({**base, "name": f"{name}.stock"})
+        jobs.append({**base, "name": f"{name}.mean", "byzantine": {**MEAN, "fault_domain": "node"}})
+        section = {"f": 1, "rule": "median", "fault_domain": "node"}
+        jobs.append({**base, "name": f"{name}.median", "bad": bad, "byzantine": section})
     return jobs

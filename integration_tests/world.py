@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,8 +40,17 @@ def environment(**extra: str) -> dict[str, str]:
     }
 
 
-def run_world(jobs: list[dict], ranks: int, timeout: float = 600, env: dict[str, str] | None = None) -> dict[str, list]:
+def run_world(
+    jobs: list[dict],
+    ranks: int,
+    timeout: float = 600,
+    env: dict[str, str] | None = None,
+    each: Callable[[int], dict[str, str]] = lambda rank: {},
+) -> dict[str, list]:
     """Run the jobs one after the other in one world of `ranks` processes.
+
+    Args:
+        env: added to the environment of every rank; `each` gives what one rank has beside it.
 
     Returns:
         job name -> the results of all ranks; a job that did not end has an "error" and the end of stderr as "trace".
@@ -60,6 +70,7 @@ def run_world(jobs: list[dict], ranks: int, timeout: float = 600, env: dict[str,
                     MASTER_ADDR="127.0.0.1",
                     MASTER_PORT=port,
                     **(env or {}),
+                    **each(rank),
                 ),
                 start_new_session=True,
                 stdout=None if rank == 0 else subprocess.DEVNULL,
