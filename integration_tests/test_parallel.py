@@ -20,6 +20,7 @@ from scenarios import (
     SPOILED_RULES,
     STAGES,
     STAGES_RULES,
+    SURVIVED,
     TIED_RULES,
     cube,
     nodes,
@@ -138,21 +139,20 @@ def test_three_dimensions(cubes, name, rule):
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_bad_rank_is_survived_and_its_replica_named(bad, name, rule):
     clean, ranks = good(bad, f"{name}.clean"), good(bad, f"{name}.{rule}")
-    assert ranks[0]["held_out"] <= 1.05 * clean[0]["held_out"]
+    assert ranks[0]["held_out"] <= SURVIVED[rule] * clean[0]["held_out"]
     assert_copies_agree(ranks)
     expected = SPOILED[name][1]
     steps = [e for e in ranks[0]["events"] if e["kind"] == "step" and e["step"] >= 2]
     suspects = Counter(e["suspect"] for e in steps)
     assert suspects[expected["replica"]] >= 0.8 * len(steps), suspects
-    if rule != "model":  # there a bad replica is excluded, and so distant, in all its tensors
-        found = Counter(tuple(e["suspect_ranks"]) for e in steps)
-        assert "ranks" not in expected or found[tuple(expected["ranks"])] >= 0.8 * len(steps), found
+    found = Counter(tuple(e["suspect_ranks"]) for e in steps)
+    assert "ranks" not in expected or found[tuple(expected["ranks"])] >= 0.8 * len(steps), found
 
 
 @pytest.mark.parametrize("name", SPOILED)
 def test_the_mean_does_not_survive_it(bad, name):
     clean, mean = good(bad, f"{name}.clean")[0]["held_out"], good(bad, f"{name}.mean")[0]
-    assert not mean["held_out"] <= 1.05 * clean or mean["skipped"] >= 20  # NaN: every step is skipped
+    assert not mean["held_out"] <= 1.25 * clean or mean["skipped"] >= 20  # NaN: every step is skipped
 
 
 def test_the_run_says_who_is_who(bad):

@@ -278,10 +278,19 @@ def test_scope_model_drops_a_replica_in_all_stages(chosen: Chosen) -> None:
     job.gradients[8][0]["d"][17] = math.nan
     event = job.check(*chosen, "model")[0].event
     assert (event.dropped, event.suspect, event.unsafe) == ([2], 2, {})
+    assert (event.nonfinite, event.suspect_ranks) == ([0, 0, 1, 0, 0, 0], [8])
     job.gradients[3][1]["c"][0] = math.inf  # another replica, in the other stage: more than f in all
     for outcome in job.run(*chosen, "model"):
         assert all(bool(result.isnan().all()) for result in outcome.results.values())
         assert (outcome.event.dropped, bool(outcome.event.unsafe)) == ([2, 3], True)
+
+
+@pytest.mark.parametrize("chosen", [CLIP, MEDIAN], ids=str)
+def test_scope_model_with_a_stage_that_has_no_gradients(chosen: Chosen) -> None:
+    job = two_stages(3)
+    for buckets in job.gradients[:3]:
+        buckets.clear()
+    assert job.check(*chosen, "model")[0].event.suspect is not None
 
 
 @pytest.mark.parametrize("scope", ["tensor", "shard"])
