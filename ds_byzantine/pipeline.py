@@ -185,5 +185,5 @@ class ShardAggregator:
 
     def _bytes_sent(self) -> int:
         shared = sum(one.transport.bytes_sent for one in self.peers.shared)
-        replica = self.peers.replica.bytes_sent if self.peers.replica is not None else 0
-        return sum(part.bytes_sent for part in self.peers.parts) + shared + replica
+        others = [self.peers.replica, self.peers.cut.transport if self.peers.cut is not None else None]
+        return sum(part.bytes_sent for part in self.peers.parts) + shared + sum(t.bytes_sent for t in others if t)

@@ -291,12 +291,16 @@ def megatron(job: dict) -> dict:
 
 @alone
 def autotp(job: dict) -> dict:
-    """Train a tiny Llama that DeepSpeed cuts over `tensor` ranks."""
+    """Train a tiny Llama that DeepSpeed cuts over `tensor` ranks; with `init`, asked for by a call, not in the JSON."""
+    import deepspeed
     from jobs import llama
 
     tensor = job.get("tensor", 2)
-    job = {**job, "ds": {**job.get("ds", {}), "tensor_parallel": {"autotp_size": tensor}}}
     model = llama({"model": {"tie_word_embeddings": False, "num_key_value_heads": 4}, **job})
+    if job.get("init"):
+        model = deepspeed.tp_model_init(model, tp_size=tensor, dtype=torch.float32)
+    else:
+        job = {**job, "ds": {**job.get("ds", {}), "tensor_parallel": {"autotp_size": tensor}}}
     replica = dist.get_rank() // tensor
     return _train(job, model, replica, dist.get_world_size() // tensor)
 
@@ -335,15 +339,44 @@ def experts(job: dict) -> dict:
     return _train(job, model, dist.get_rank(), dist.get_world_size(), parameters=parameters)
 
 
-class SequenceModel(nn.Module):
-    """Each rank has its part of the sequence; the block's running mean crosses the parts (Ulysses' groups)."""
+class LocalAttention(nn.Module):
+    """Causal attention over [batch, sequence, heads, width of a head]: whole sequences, some of the heads."""
 
-    def __init__(self) -> None:
+    def forward(self, q, k, v, *args, **kwargs):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class UlyssesBlock(nn.Module):
+    """Attention for which the ranks of a sequence trade parts of sequences for heads (DeepSpeed's Ulysses layer)."""
+
+    HEADS = 4
+
+    def __init__(self, group) -> None:
+        super().__init__()
+        from deepspeed.sequence.layer import DistributedAttention
+
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.attention = DistributedAttention(LocalAttention(), group, scatter_idx=2, gather_idx=1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        heads = (*hidden.shape[:2], self.HEADS, WIDTH // self.HEADS)
+        q, k, v = (x.reshape(heads) for x in self.qkv(self.norm(hidden)).chunk(3, -1))
+        return hidden + self.out(self.attention(q, k, v, 0).reshape(hidden.shape))
+
+
+class SequenceModel(nn.Module):
+    """Each rank has its part of the sequence; with a group, attention crosses the parts."""
+
+    def __init__(self, group=None) -> None:
         super().__init__()
         self.embedding, self.block, self.head = Embedding(), Block(), Head()
+        self.mixer = nn.Identity() if group is None else UlyssesBlock(group)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(self.head(self.block(self.embedding(input_ids))), labels)
+        return cross_entropy(self.head(self.block(self.mixer(self.embedding(input_ids)))), labels)
 
 
 @alone
@@ -356,7 +389,8 @@ def sequence(job: dict) -> dict:
         mpu.initialize_sequence_parallel(size)
     torch.manual_seed(job.get("seed", 0))
     replicas = dist.get_world_size() // size
-    return _train(job, SequenceModel(), dist.get_rank() // size, replicas, mpu=mpu, cut=size)
+    model = SequenceModel(mpu.get_sequence_parallel_group())
+    return _train(job, model, dist.get_rank() // size, replicas, mpu=mpu, cut=size)
 
 
 @alone
@@ -428,7 +462,8 @@ def _spoil_activations(engine, job: dict):
 def is_bad(job: dict, how: str) -> bool:
     """Whether this rank misbehaves in that way now."""
     bad = job.get("bad") or {}
-    return bad.get("how") == how and dist.get_rank() == bad["rank"] and job["engine"].global_steps >= bad.get("from", 0)
+    here = dist.get_rank() in bad.get("ranks", [bad.get("rank")])
+    return here and bad["how"] == how and job["engine"].global_steps >= bad.get("from", 0)
 
 
 def fp16_allowed(job: dict) -> None:

@@ -203,6 +203,7 @@ PARALLEL: dict[str, dict] = {
     "tp_z1": {"kind": "autotp", "stage": 1},
     "tp_z2": {"kind": "autotp", "stage": 2, "gas": 2},
     "tp_z3": {"kind": "autotp", "stage": 3},
+    "tp_init_z1": {"kind": "autotp", "stage": 1, "init": True},
     "mpu_z0": {"kind": "megatron", "stage": 0},
     "mpu_z1": {"kind": "megatron", "stage": 1},
     "mpu_z2": {"kind": "megatron", "stage": 2, "gas": 2, "ds": {"gradient_clipping": 0.5}},
@@ -275,6 +276,15 @@ SPOILED: dict[str, tuple[dict, dict]] = {
     "mpu_gradients": ({"kind": "megatron", "stage": 1, "drill": GRADIENTS}, {"replica": 2, "ranks": [5]}),
     "mpu_z3_gradients": ({"kind": "megatron", "stage": 3, "drill": GRADIENTS}, {"replica": 2, "ranks": [5]}),
     "ep_gradients": ({"kind": "experts", "stage": 2, "drill": GRADIENTS}, {"replica": 2}),
+    "sp_activations": (
+        {
+            "kind": "sequence",
+            "stage": 3,
+            "lr": 0.1,
+            "bad": {"rank": 5, "how": "activations", "at": "head.linear", "factor": -30.0, "from": 2},
+        },
+        {"replica": 2},
+    ),
     "sp_gradients": ({"kind": "sequence", "stage": 2, "lr": 0.1, "drill": GRADIENTS}, {"replica": 2}),
 }
 SPOILED_RULES: dict[str, dict] = {
@@ -385,6 +395,25 @@ STAGES_RULES: dict[str, dict] = {
     "nnm_trimmed_mean": {"f": 1, "rule": "trimmed_mean", "pre": ["nnm"]},
     "model": {"f": 1, "rule": "caf_gated", "scope": "model"},
 }
+
+
+# The same model whole and cut over two tensor ranks.
+SLICES: dict[str, dict] = {
+    "tp_z0": {"kind": "megatron", "stage": 0},
+    "tp_z2": {"kind": "megatron", "stage": 2, **zero(reduce_bucket_size=1500)},
+    "tp_z3": {"kind": "megatron", "stage": 3},
+}
+
+
+def slices(count: int) -> list[dict]:
+    """Every rule on the model cut over so many tensor ranks, on three replicas of which the second shouts."""
+    shouting = {"ranks": list(range(count, 2 * count)), "how": "loss", "factor": 5.0}
+    return [
+        {**job, "module": "parallel_jobs", "name": f"{name}.{rule}", "tensor": count, "bad": shouting, "lr": 0.1}
+        | {"byzantine": dict(section)}
+        for name, job in SLICES.items()
+        for rule, section in STAGES_RULES.items()
+    ]
 
 
 def stages(count: int) -> list[dict]:

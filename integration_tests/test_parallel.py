@@ -16,6 +16,7 @@ from scenarios import (
     PARALLEL_RANKS,
     PARALLEL_REFUSED,
     SIXFOLD,
+    SLICES,
     SPOILED,
     SPOILED_RULES,
     STAGES,
@@ -26,6 +27,7 @@ from scenarios import (
     nodes,
     parallel_pairs,
     refused_parallel,
+    slices,
     spoiled,
     stages,
     tied,
@@ -165,12 +167,12 @@ def test_the_run_says_who_is_who(bad):
 
 @pytest.fixture(scope="module")
 def one_stage():
-    return run_world(stages(1), 3, timeout=300)
+    return run_world([*stages(1), *slices(1)], 3, timeout=300)
 
 
 @pytest.fixture(scope="module")
 def two_stages():
-    return run_world(stages(2), 6, timeout=300)
+    return run_world([*stages(2), *slices(2)], 6, timeout=400)
 
 
 @pytest.mark.parametrize("rule", STAGES_RULES)
@@ -183,6 +185,20 @@ def test_a_model_cut_in_two_stages_learns_the_same(one_stage, two_stages, name, 
             torch.testing.assert_close(weight, whole[0]["weights"][tensor], rtol=0, atol=1e-6, msg=tensor)
             seen.add(tensor)
     assert seen == whole[0]["weights"].keys()
+
+
+@pytest.mark.parametrize("rule", STAGES_RULES)
+@pytest.mark.parametrize("name", SLICES)
+def test_a_model_cut_over_two_tensor_ranks_learns_the_same(one_stage, two_stages, name, rule):
+    whole, halves = good(one_stage, f"{name}.{rule}"), good(two_stages, f"{name}.{rule}")
+    for tensor, weight in whole[0]["weights"].items():
+        first, second = (halves[rank]["weights"][tensor] for rank in (0, 1))
+        if first.shape == weight.shape:
+            joined = first
+        else:
+            joined = torch.cat([first, second], 1 if tensor.endswith("down.weight") else 0)
+        torch.testing.assert_close(joined, weight, rtol=0, atol=1e-6, msg=tensor)
+    assert_copies_agree(halves)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ LEVELS = {
     **dict.fromkeys(("attacks", "_schema", "_validation"), 2),
     **dict.fromkeys(("drills", "exchange", "trust", "monitor", "report"), 3),
     "config": 4,
+    "statistics": 4,
     "plan": 5,
     "agreement": 5,
     "pipeline": 6,
@@ -36,6 +37,7 @@ FORBIDDEN = [
     ("exchange/*.py", ("deepspeed", "transformers")),
     ("pipeline.py", ("torch.distributed", "deepspeed", "transformers")),
     ("agreement.py", ("torch.distributed", "deepspeed", "transformers")),
+    ("statistics.py", ("torch.distributed", "deepspeed", "transformers")),
 ]
 TORCH_FREE = ["config", "config_docs", "plan", "rules.catalog", "attacks.catalog", "drills.scenario", "errors"]
 

@@ -109,9 +109,10 @@ def event_of(recorder: Recorder, step: int = 0, **options: Any) -> StepEvent:
 def test_recorder_counts_rows_that_are_not_finite() -> None:
     recorder = Recorder(3)
     tally = recorder.tallies[0]
-    tally.saw("a", flags(1, 1, 1), f=1)
-    tally.saw("b", flags(1, 0, 1), f=1)
-    tally.saw("c", flags(0, 0, 1), f=1)
+    tally.saw(flags(1, 1, 1))
+    tally.saw(flags(1, 0, 1))
+    tally.saw(flags(0, 0, 1))
+    tally.is_unsafe("c", flags(0, 0, 1))
     tally.distances += torch.tensor([4.0, 9.0, 16.0])
     event = event_of(recorder, 4, sent=5)
     assert (event.step, event.bytes) == (4, 5)
@@ -138,7 +139,8 @@ def test_suspect_is_the_farthest_replica(distances: list[float], suspect: int | 
 
 def test_recorder_starts_anew() -> None:
     recorder = Recorder(3)
-    recorder.tallies[0].saw("a", flags(0, 0, 1), f=0)
+    recorder.tallies[0].saw(flags(0, 0, 1))
+    recorder.tallies[0].is_unsafe("a", flags(0, 0, 1))
     recorder.tallies[0].own_distances += 3.0
     recorder.tallies[0].distances += 3.0
     recorder.stock_bytes = 8
@@ -155,8 +157,9 @@ def test_recorder_starts_anew() -> None:
 def test_sums_over_ranks() -> None:
     """Two ranks that know their own chunks only."""
     ranks = [Recorder(3), Recorder(3)]
-    ranks[0].tallies[0].saw("a", flags(1, 0, 1), f=0)
-    ranks[1].tallies[0].saw("b", flags(1, 1, 1), f=0)
+    ranks[0].tallies[0].saw(flags(1, 0, 1))
+    ranks[0].tallies[0].is_unsafe("a", flags(1, 0, 1))
+    ranks[1].tallies[0].saw(flags(1, 1, 1))
     for rank, recorder in enumerate(ranks):
         recorder.tallies[0].own_distances += torch.tensor([1.0, 10.0, 1.0]) * (rank + 1)
     sums = ranks[0].tallies[0].own() + ranks[1].tallies[0].own()
@@ -171,7 +174,7 @@ def test_sums_over_ranks() -> None:
 
 def test_sums_leave_the_flags_alone_where_they_are_known_everywhere() -> None:
     tally = Recorder(3).tallies[0]
-    tally.saw("a", flags(1, 0, 1), f=1)
+    tally.saw(flags(1, 0, 1))
     tally.take(2 * tally.own(), flags=False)
     assert tally.nonfinite.tolist() == [0, 1, 0]
     assert tally.unsafe == {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -114,7 +115,7 @@ class Part:
         """Rows, one per replica."""
         return len(set(self.rows))
 
-    @property
+    @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
         """For each place within a replica, the ranks of the transport in that place: what `outer` connects."""
         return columns_of(self.rows)
@@ -150,6 +151,23 @@ class Shared:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Tensors that are cut over several ranks of a replica, each of which aggregates its part with its own peers.
+
+    Args:
+        transport: the ranks that hold the parts, with the same index in their reduction.
+        tensors: names of the tensors that are cut. These ranks hold copies of all others.
+    """
+
+    transport: Transport
+    tensors: frozenset[str]
+
+    def counts(self, tensor: str) -> bool:
+        """Whether this rank's rows of the tensor count: its own part, or the first copy."""
+        return self.transport.rank == 0 or tensor in self.tensors
+
+
+@dataclass(frozen=True)
 class Peers:
     """All that one rank has to know of the others.
 
@@ -158,12 +176,14 @@ class Peers:
         roster: of the job.
         shared: copies that other ranks of the replica hold.
         replica: the ranks of this replica; None if all of them take part in the same reductions.
+        cut: tensors of which other ranks of the replica hold the other parts.
     """
 
     parts: tuple[Part, ...]
     roster: Roster
     shared: tuple[Shared, ...] = ()
     replica: Transport | None = None
+    cut: Cut | None = None
 
     @classmethod
     def plain(cls, transport: Transport) -> Peers:

@@ -28,14 +28,13 @@ class Tally:
         self.nonfinite = torch.zeros(replicas, dtype=torch.float64)
         self.unsafe: dict[str, list[int]] = {}
 
-    def saw(self, tensor: str, finite_N: Tensor, f: int) -> None:
-        """Note which rows of a tensor were finite."""
-        if bool(finite_N.all()):
-            return
+    def saw(self, finite_N: Tensor) -> None:
+        """Count the rows of a tensor that were not finite."""
         self.nonfinite += ~finite_N
-        lost = (~finite_N).nonzero()[:, 0].tolist()
-        if len(lost) > f:
-            self.unsafe[tensor] = lost
+
+    def is_unsafe(self, tensor: str, finite_N: Tensor) -> None:
+        """Note that a tensor has too many rows that were not finite: its aggregate is NaN."""
+        self.unsafe[tensor] = (~finite_N).nonzero()[:, 0].tolist()
 
     def own(self) -> Tensor:
         """What this rank knows for its own chunks only, as numbers to be summed over the ranks: [2n + 1] float64."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_byzantine.errors import ByzantineError, UnsupportedHostError
-from ds_byzantine.exchange.groups import Membership, Part, Peers, Roster, Shared, columns_of, gather_memberships
+from ds_byzantine.exchange.groups import Cut, Membership, Part, Peers, Roster, Shared, columns_of, gather_memberships
 from ds_byzantine.exchange.transport import TorchTransport, Transport
 
 Group = dist.ProcessGroup
@@ -47,7 +47,7 @@ def peers_of(engine: Any, fault_domain: str) -> Peers:
     parts = tuple(_part(kind, group, of) for kind, (group, of) in enumerate(zip(reductions, rows, strict=True)))
     ranks = roster.replicas[roster.replica_of(dist.get_rank())]
     replica = TorchTransport(_group(ranks)) if roster.split else None
-    return Peers(parts, roster, tuple(_shared(engine, named)), replica)
+    return Peers(parts, roster, tuple(_shared(engine, named)), replica, _cut(engine, named))
 
 
 @contextmanager
@@ -209,6 +209,13 @@ def _shared(engine: Any, named: dict[str, Any]) -> Iterator[Shared]:
         tensors = frozenset(name_of[id(w)] for w in weights if id(w) in name_of)
         if tensors:
             yield Shared(TorchTransport(tied), tensors, apart=True)
+
+
+def _cut(engine: Any, named: dict[str, Any]) -> Cut | None:
+    group = tensor_group(engine)
+    if group is None:
+        return None
+    return Cut(TorchTransport(group), frozenset(name for name, p in named.items() if is_sharded(p)))
 
 
 def ties(engine: Any) -> Iterator[tuple[list[Any], Group]]:

@@ -99,9 +99,17 @@ class StepHook:
             times = self._drops[replica]
             if times & (times - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... time
                 logger.warning(
-                    "step %d: replica %d sent NaN or Inf in %d tensors; its rows there were left out and training goes "
-                    "on (so far in %d steps).", event.step, replica, event.nonfinite[replica], times,
+                    "step %d: replica %d (%s) sent NaN or Inf in %d tensors; its rows there were left out and training "
+                    "goes on (so far in %d steps).",
+                    event.step, replica, self._where(event, replica), event.nonfinite[replica], times,
                 )  # fmt: skip
+
+    def _where(self, event: StepEvent, replica: int) -> str:
+        """Ranks and hosts of a replica; of the suspect, those in which its trouble is concentrated."""
+        roster = self.aggregator.peers.roster
+        ranks = event.suspect_ranks if replica == event.suspect else roster.replicas[replica]
+        hosts = " and ".join(sorted({roster.hosts[rank] for rank in ranks}))
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} on {hosts}"
 
     @contextmanager
     def _host_skips(self, unsafe: bool) -> Iterator[None]:
