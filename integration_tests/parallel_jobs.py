@@ -13,21 +13,24 @@ import torch
 import torch.distributed as dist
 from jobs import SEQUENCE, VOCABULARY, batch, ds_config, events, messages, own_directory
 from torch import nn
+from torch.nn.utils import skip_init
 
 WIDTH = 16
 
 
 def alone(job):
-    """DeepSpeed keeps its groups in globals of a module: forget them after a job, or the next one would find them."""
+    """Forget the groups that DeepSpeed keeps in globals of its modules, or the next job would find them."""
 
     @wraps(job)
     def run(options: dict) -> dict:
+        from deepspeed.runtime.tensor_parallel import init_utils
         from deepspeed.utils import groups
 
         try:
             return job(options)
         finally:
             groups._release_process_group_references()
+            init_utils._TP_MODEL_INIT_ARGS = None
 
     return run
 
@@ -109,8 +112,8 @@ class TensorBlock(nn.Module):
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         whole = Block()
         self.norm = whole.norm
-        self.up = nn.Linear(WIDTH, 2 * WIDTH // size)
-        self.down = nn.Linear(2 * WIDTH // size, WIDTH, bias=False)
+        self.up = skip_init(nn.Linear, WIDTH, 2 * WIDTH // size)  # draws nothing: all cuts start from the same values
+        self.down = skip_init(nn.Linear, 2 * WIDTH // size, WIDTH, bias=False)
         self.bias = nn.Parameter(torch.zeros(WIDTH))
         with torch.no_grad():
             self.up.weight.copy_(whole.up.weight.chunk(size, 0)[rank])
