@@ -5,4 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def compiled_op() -> None:
+    """For tests that launch scripts as a user would."""
+    from launcher import build_op
+
+    build_op()

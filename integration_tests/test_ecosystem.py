@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import launcher
 import pytest
-from world import HERE, ROOT, environment, free_port
+from launcher import Ended, steps
+from world import HERE
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.usefixtures("compiled_op")]
 
 RANKS = 4
-SHM = "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('ShareMemCommBuilder').load()"
-CACHE = ROOT / ".cache" / "torch_extensions"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_op():
-    """The op that DeepSpeed wants at start on CPU: built once in one process, or the ranks wait for each other."""
-    if (CACHE / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").is_file():
-        return
-    CACHE.mkdir(parents=True, exist_ok=True)
-    (CACHE / "deepspeed_shm_comm" / "lock").unlink(missing_ok=True)
-    subprocess.run([sys.executable, "-c", SHM], env=env(), check=True, timeout=600, capture_output=True)
-
-
-def env() -> dict[str, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return environment(TORCH_EXTENSIONS_DIR=str(CACHE), PATH=path)
 
 
 def write(tmp_path: Path, name: str, stage: int, section: dict | None, **over) -> Path:
@@ -53,42 +34,17 @@ def write(tmp_path: Path, name: str, stage: int, section: dict | None, **over) -
     return path
 
 
-def run(command: list[str], port: int, timeout: float = 240) -> dict:
-    """Run to the end; what rank 0 reported. `port`: the master's."""
-    try:
-        return run_and_report(command, timeout)
-    finally:  # DeepSpeed's CPU op leaves 69 MB a rank in shared memory
-        for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            left.unlink(missing_ok=True)
-
-
-def run_and_report(command: list[str], timeout: float) -> dict:
-    """Run to the end or the time-out."""
-    process = subprocess.Popen(
-        command, env=env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output = process.communicate(timeout=timeout)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output = process.communicate()[0]
-        pytest.fail(f"hung: {' '.join(command)}\n{output[-3000:]}")
-    found = [line for line in output.splitlines() if "RESULT{" in line]
+def report(ended: Ended) -> dict:
+    """What rank 0 reported, or how it failed."""
+    found = [line for line in ended.output.splitlines() if "RESULT{" in line]
     if not found:
-        return {"error": output[-6000:], "code": process.returncode}
-    return json.loads(found[0].split("RESULT", 1)[1]) | {"output": output}
+        return {"error": ended.output[-6000:], "code": ended.code}
+    return json.loads(found[0].split("RESULT", 1)[1]) | {"output": ended.output}
 
 
 def launch(config: Path, out: Path, *options: str) -> dict:
     script = [str(HERE / "scripts" / "trainer.py"), "--deepspeed", str(config), "--out", str(out), *options]
-    binary = str(Path(sys.executable).parent / "deepspeed")
-    port = free_port()
-    return run([binary, "--num_gpus", str(RANKS), "--master_port", str(port), *script], port)
-
-
-def steps(log: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (log / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "step"]
+    return report(launcher.deepspeed(RANKS, script))
 
 
 @pytest.fixture(scope="module")
@@ -159,12 +115,7 @@ def test_accelerate(tmp_path):
             config["byzantine"] = {"monitor": {"dir": str(tmp_path / f"{name}_log")}, **section}
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(config))
-        binary = str(Path(sys.executable).parent / "accelerate")
-        port = free_port()
-        results[name] = run(
-            [binary, "launch", "--use_deepspeed", "--deepspeed_config_file", str(path), "--num_processes", str(RANKS),
-             "--num_machines", "1", "--main_process_port", str(port), script], port
-        )  # fmt: skip
+        results[name] = report(launcher.accelerate(RANKS, path, [script]))
         assert "error" not in results[name], results[name]["error"]
         assert results[name]["world"] == RANKS
     assert results["mean"]["final"] == pytest.approx(results["stock"]["final"], abs=1e-4)
