@@ -15,9 +15,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ds_byzantine.adapters import ATTRIBUTE
+
 ENGINE_MODULE = "deepspeed.runtime.engine"
 
-ATTRIBUTE = "_ds_byzantine"  # of an engine: its Attachment. It refers to the engine, so it may not be kept elsewhere.
 
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
 _original_init: Any = None

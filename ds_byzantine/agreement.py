@@ -40,13 +40,17 @@ class Judge:
         aggregator: the rule, its pre-aggregations and f.
         scope: "tensor", "shard" or "model": the block over which the rule decides.
         recorder: is told which rows were not finite and how far the rows are from the aggregate.
+        products_every: compute inner products every so many steps although the rule needs none; 0: never.
     """
 
-    def __init__(self, peers: Peers, aggregator: Aggregator, scope: str, recorder: Recorder) -> None:
+    def __init__(
+        self, peers: Peers, aggregator: Aggregator, scope: str, recorder: Recorder, products_every: int = 0
+    ) -> None:
         self.peers = peers
         self.aggregator = aggregator
         self.scope = scope
         self.recorder = recorder
+        self.products_every = products_every
 
     def verdicts(self, held: Sequence[Block], step: int, device: torch.device) -> list[list[Verdict]]:
         """One verdict per tensor for each bucket; a collective call unless the scope is "shard".
@@ -63,7 +67,7 @@ class Judge:
 
     def _apart(self, one: Block, step: int) -> list[Verdict]:
         """One verdict per tensor of a bucket, and a record of what was seen of those that this rank knows about."""
-        found = self._statistics(one)
+        found = self._statistics(one, step)
         names = one.routes.tensors
         own = {piece.tensor for piece in one.routes.pieces[self.peers.parts[one.kind].transport.rank]}
         known = sorted(own) if self.scope == "shard" else range(len(names))
@@ -74,25 +78,28 @@ class Judge:
             tally.saw(found.own_finite_TN[t])
             if verdicts[t].aggregator is None:
                 tally.is_unsafe(names[t], found.finite_TN[t])
+        counted = [t for t in known if self.peers.counts(names[t])]
+        if found.own_basis_TEE is not None and self.scope != "shard":
+            tally.basis += found.own_basis_TEE[counted].sum(0)
         if distances_TN is not None and found.own_basis_TEE is not None:
             if self.peers.cut is not None:  # of a tensor that is cut over ranks, each records its own part
                 distances_TN = torch.stack(
                     [v.distances_in(basis) for v, basis in zip(verdicts, found.own_basis_TEE, strict=True)]
                 )
             target = tally.own_distances if self.scope == "shard" else tally.distances
-            target += distances_TN[[t for t in known if self.peers.counts(names[t])]].sum(0)
+            target += distances_TN[counted].sum(0)
         return verdicts
 
     def _together(self, held: Sequence[Block], step: int, device: torch.device) -> Verdict:
         """One verdict for all tensors: their matrices add, and a row that is not finite anywhere is out everywhere."""
-        parts = [self._statistics(one) for one in held]
+        parts = [self._statistics(one, step) for one in held]
         finite_KN = self._finite_by_kind(held, parts)
         finite_N = finite_KN.all(0)
         if self.peers.replica is not None:
             finite_N = sum_over_ranks(self.peers.replica, (~finite_N).double(), device) == 0
         if not all(bool(part.finite_TN.eq(finite_N).all()) for part in parts):
-            parts = [self._statistics(one, finite_N) for one in held]
-        bases_KEE = self._counted_bases(held, parts)
+            parts = [self._statistics(one, step, finite_N) for one in held]
+        bases_KEE = self._counted_bases(held, parts) if self._products(step) else None
         basis_1EE = self._over_replica(bases_KEE, device)
         with self.recorder.timed("rule"):
             verdict = decide(self.aggregator, finite_N[None], basis_1EE, step)[0][0]
@@ -110,16 +117,16 @@ class Judge:
         """What this rank's reductions contributed to the verdict on all gradients."""
         for kind, tally in enumerate(self.recorder.tallies):
             tally.saw(finite_KN[kind])
+            if bases_KEE is not None:
+                tally.basis += bases_KEE[kind]
             if bases_KEE is not None and self.aggregator.output_is_point:
                 tally.distances += verdict.distances_in(bases_KEE[kind])
         if verdict.aggregator is None:
             self.recorder.tallies[0].is_unsafe("all tensors", verdict.kept_N)
 
-    def _counted_bases(self, held: Sequence[Block], parts: Sequence[Statistics]) -> Tensor | None:
+    def _counted_bases(self, held: Sequence[Block], parts: Sequence[Statistics]) -> Tensor:
         """Of each of this rank's reductions, the sum of the matrices of tensors whose copy here counts: [K, E, E]."""
         size = self.peers.n + 1
-        if not self.aggregator.needs_gram:
-            return None
         total = torch.zeros(len(self.peers.parts), size, size, dtype=torch.float64)
         for one, part in zip(held, parts, strict=True):
             if part.basis_TEE is None:
@@ -136,14 +143,19 @@ class Judge:
         size = bases_KEE.shape[-1]
         return torch.stack([totals[key] for key in sorted(totals)]).sum(0).view(1, size, size)
 
-    def _statistics(self, one: Block, kept_N: Tensor | None = None) -> Statistics:
+    def _products(self, step: int) -> bool:
+        """Whether inner products are computed in this step."""
+        extra = self.products_every > 0 and step % self.products_every == 0 and self.scope != "shard"
+        return self.aggregator.needs_gram or extra
+
+    def _statistics(self, one: Block, step: int, kept_N: Tensor | None = None) -> Statistics:
         return agreed_statistics(
             self.peers,
             one.kind,
             one.rows_ND,
             one.routes,
             self.recorder,
-            with_gram=self.aggregator.needs_gram,
+            with_gram=self._products(step),
             scope=self.scope,
             kept_N=kept_N,
         )

@@ -110,6 +110,12 @@ class MonitorConfig(Strict):
 
     dir: str = Field(default="runs/byzantine", min_length=1, description="Folder of events.jsonl, written by rank 0.")
     every: int = Field(default=1, ge=1, description="Write an event every k steps.")
+    products_every: int = Field(
+        default=10,
+        ge=0,
+        description="Under coordinate-wise rules, which do not need them, compute the inner products of the rows every "
+        "k steps, for norms, cosines and the regime ratio; 0: never. Other rules have them in every step.",
+    )
 
 
 class ByzantineConfig(Strict):
@@ -140,7 +146,10 @@ class ByzantineConfig(Strict):
     )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Worker momentum. This version: 0, none.")
     on_suspect: Literal["log", "quarantine", "checkpoint_exit"] = Field(
-        default="log", description='What happens when a replica is suspect. This version: "log".'
+        default="log",
+        description="What happens when the evidence against a replica reaches the bound: log it; leave its rows out "
+        "from then on (never more than f replicas); or save a checkpoint, write verdict.json and end all ranks with "
+        "exit code 86.",
     )
     alpha: float = Field(
         default=0.001, gt=0, lt=1, description="Largest acceptable probability of a false accusation in a healthy run."
@@ -185,16 +194,6 @@ class ByzantineConfig(Strict):
             raise ValueError(
                 f"got {value}, but this version has no worker momentum yet. Use 0.0 and lower the gradient noise by a "
                 'larger local batch, or by more gradient accumulation with "aggregate_at": "boundary".'
-            )
-        return value
-
-    @field_validator("on_suspect")
-    @classmethod
-    def _log_only(cls, value: str) -> str:
-        if value != "log":
-            raise ValueError(
-                f'got "{value}", but this version can only log a suspect. Use "log" and act on events.jsonl in '
-                "monitor.dir."
             )
         return value
 

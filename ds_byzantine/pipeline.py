@@ -25,6 +25,7 @@ from ds_byzantine.monitor.events import StepEvent
 from ds_byzantine.monitor.recorder import Recorder
 from ds_byzantine.rules.apply import Aggregator
 from ds_byzantine.rules.verdicts import Verdict, combine_pieces
+from ds_byzantine.trust.digest import row_digests
 from ds_byzantine.types import Bucket
 
 Tap = Callable[[Tensor, int, Part], object]
@@ -49,6 +50,8 @@ class ShardAggregator:
             aggregator, no communication) or "model" (one for all tensors that are resolved together).
         tap: called with (flat, step, part) before the exchange: a drill spoils a bad replica's gradients there.
         distances_every: measure the rows' distances to the aggregate every so many steps.
+        products_every: compute inner products of the rows every so many steps for the record, 0: never. Rules that
+            decide by them compute them in every step.
         step_of: number of the optimizer step in progress; the same on all ranks.
     """
 
@@ -60,6 +63,7 @@ class ShardAggregator:
         scope: str = "tensor",
         tap: Tap | None = None,
         distances_every: int = 1,
+        products_every: int = 0,
         step_of: Callable[[], int] = lambda: 0,
     ) -> None:
         self.peers = peers
@@ -70,7 +74,9 @@ class ShardAggregator:
         self._step_of = step_of
         self.workspace = Workspace()
         self.recorder = Recorder(peers.n, len(peers.parts))
-        self._judge = Judge(peers, aggregator, scope, self.recorder)
+        self.left_out: list[int] = []  # replicas in quarantine; the same on all ranks
+        self.digests: list[int] = []  # of each replica's gradient in the last step
+        self._judge = Judge(peers, aggregator, scope, self.recorder, products_every)
         self._sent_before = 0
         self._device = torch.device("cpu")  # of the last bucket: where the transport can send from
         self._held: list[Held] = []
@@ -121,6 +127,10 @@ class ShardAggregator:
         with self.recorder.timed("exchange"):
             workspace = Workspace() if self.waits(bucket) else self.workspace
             rows_ND = scatter_rows(part, bucket.flat, route, workspace)
+        with self.recorder.timed("rule"):
+            self.recorder.tallies[bucket.kind].digests += row_digests(rows_ND).cpu()
+            if self.left_out:
+                rows_ND[self.left_out] = float("nan")  # which no tensor takes, and which counts against f
         return Held(rows_ND, route, bucket.kind, bucket=bucket, commit=commit)
 
     def _resolve(self, held: Sequence[Held]) -> None:
@@ -137,11 +147,18 @@ class ShardAggregator:
 
     def end_step(self) -> StepEvent:
         """Close the books of one optimizer step; a collective call of a few numbers per replica."""
-        totals = self._add_up_books()
+        vectors = self._add_up_books()
         sent = self._bytes_sent()
         event = self.recorder.event(
-            self.step, totals, sent - self._sent_before, measured=self._measured, ranks=self._ranks(totals)
+            self.step,
+            vectors,
+            sent - self._sent_before,
+            f=self.aggregator.f,
+            measured=self._measured,
+            ranks=self._ranks(vectors),
+            left_out=self.left_out,
         )
+        self.digests = self.recorder.digests(vectors)
         self.recorder.reset()
         self._sent_before = sent
         return event
@@ -173,10 +190,10 @@ class ShardAggregator:
 
     def _add_up_books(self) -> dict[tuple[int, int], Tensor]:
         """What all ranks of the job know alike of each reduction, from what each rank knows."""
-        shard, tallies = self.scope == "shard", self.recorder.tallies
-        if shard or not self.aggregator.output_is_point:
-            for part, tally in zip(self.peers.parts, tallies, strict=True):
-                tally.take(sum_over_ranks(part.transport, tally.own(), self._device), flags=shard)
+        tallies = self.recorder.tallies
+        for part, tally in zip(self.peers.parts, tallies, strict=True):
+            sums = sum_over_ranks(part.transport, tally.own(), self._device)
+            tally.take(sums, flags=self.scope == "shard")
         return over_reductions(self.peers, [tally.totals() for tally in tallies], self._device)
 
     def _ranks(self, keys: Iterable[tuple[int, int]]) -> dict[tuple[int, int], tuple[tuple[int, ...], ...]]:

@@ -447,3 +447,61 @@ def nodes() -> list[dict]:
         section = {"f": 1, "rule": "median", "fault_domain": "node"}
         jobs.append({**base, "name": f"{name}.median", "bad": bad, "byzantine": section})
     return jobs
+
+
+# -- evidence ----------------------------------------------------------------------------------------------------------
+
+EVIDENCE_RANKS = 5
+
+
+def bad(name: str, start: int = 5, **options) -> dict:
+    """A section with replica 3 bad from a step on."""
+    return {"f": 1, "drill": {"name": name, "replicas": [3], "start": start, **options}}
+
+
+# name -> (job, what is expected): the replica named, by which kind of evidence, within which step.
+EVIDENCE: dict[str, tuple[dict, dict]] = {
+    "healthy": ({"steps": 300, "byzantine": {"f": 1}}, {}),
+    "healthy_median": ({"steps": 100, "byzantine": {"f": 1, "rule": "median"}}, {}),
+    "healthy_short": ({"steps": 40, "byzantine": {"f": 1}}, {}),
+    "reversed": (
+        {"byzantine": bad("sign_flip", factor=5.0)},
+        {"named": 3, "kind": "outlying", "within": 18},
+    ),
+    "reversed_median": (
+        {"byzantine": {**bad("sign_flip", factor=5.0), "rule": "median"}},
+        {"named": 3, "kind": "outlying", "within": 18},
+    ),
+    "nan": ({"byzantine": bad("nan")}, {"named": 3, "kind": "nonfinite", "within": 18}),
+    "one_exponent_bit": (
+        {"byzantine": bad("bit_flip", where="exponent")},
+        {"named": 3, "kind": "outlying", "within": 22},
+    ),
+    "stale": ({"byzantine": bad("stale", delay=3)}, {"named": 3, "kind": "duplicate", "within": 14}),
+    "lazy_copy": (
+        {"byzantine": bad("lazy_copy")},
+        {"named": 3, "among": [0, 3], "kind": "duplicate", "within": 8},
+    ),
+}
+
+
+def evidence(folder) -> list[dict]:
+    """The jobs of one launched world; `folder` takes checkpoints and the monitors' files."""
+    base = {"module": "evidence_jobs", "kind": "watch", "stage": 2, "steps": 40, "lr": 0.1}
+    jobs = [{**base, "name": name, **job} for name, (job, _) in EVIDENCE.items()]
+    loud = bad("sign_flip", factor=5.0)
+    jobs.append({**base, "name": "quarantine", "byzantine": {**loud, "on_suspect": "quarantine"}})
+    two = {**loud, "on_suspect": "quarantine", "drill": {**loud["drill"], "replicas": [1, 3], "factor": 20.0}}
+    jobs.append({**base, "name": "quarantine_two", "byzantine": two})
+    again = {**base, "kind": "interrupted", "steps": 30}
+    for stage in (0, 2, 3):
+        name = f"resume_z{stage}"
+        section = bad("sign_flip", start=2, factor=5.0)
+        jobs.append({**again, "name": name, "stage": stage, "steps": 16, "byzantine": section})
+    jobs.append({**again, "name": "resume_quarantine", "byzantine": {**loud, "on_suspect": "quarantine"}})
+    monitors = {
+        "tensorboard": {"enabled": True, "output_path": str(folder / "monitors"), "job_name": "tb"},
+        "csv_monitor": {"enabled": True, "output_path": str(folder / "monitors"), "job_name": "csv"},
+    }
+    jobs.append({**base, "kind": "monitors", "name": "monitors", "byzantine": {"f": 1}, "ds": monitors})
+    return [{**job, "directory": str(folder / job["name"])} for job in jobs]

@@ -23,6 +23,7 @@ LEVELS = {
     "statistics": 4,
     "plan": 5,
     "agreement": 5,
+    "guard": 5,
     "pipeline": 6,
     "adapters": 7,
     "cli": 9,

@@ -37,7 +37,7 @@ from torch import Tensor
 from ds_byzantine.errors import UnsupportedHostError
 from ds_byzantine.exchange.all_to_all import gather_rows
 from ds_byzantine.exchange.deliver import share
-from ds_byzantine.exchange.groups import HOST_BYTES, Membership, Roster, Shared, columns_of, gather_memberships
+from ds_byzantine.exchange.groups import BYTES, Membership, Roster, Shared, columns_of, gather_memberships
 from ds_byzantine.exchange.local import LocalTransport, LocalWorld
 from ds_byzantine.exchange.routes import routes
 from ds_byzantine.rules.aggregate import aggregate
@@ -119,9 +119,9 @@ def test_replicas_of_different_size_are_refused() -> None:
 
 
 def test_memberships_travel() -> None:
-    hosts = ["a", "knoten-ä-" + "x" * 80, "y" * HOST_BYTES, ""]
+    hosts = ["a", "knoten-ä-" + "x" * 80, "y" * BYTES, ""]
     own = [Membership((rank, 2**56 - 1 - rank), (rank % 2,), host) for rank, host in enumerate(hosts)]
-    arrived = ["a", "knoten-?-" + "x" * (HOST_BYTES - 9), "y" * HOST_BYTES, ""]
+    arrived = ["a", "knoten-?-" + "x" * (BYTES - 9), "y" * BYTES, ""]
     want = [Membership(m.mixes, m.reductions, host) for m, host in zip(own, arrived, strict=True)]
     assert LocalWorld(4, timeout=20).run(lambda world: gather_memberships(world, own[world.rank], CPU)) == [want] * 4
 

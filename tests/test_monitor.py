@@ -12,7 +12,7 @@ import torch
 
 from ds_byzantine.monitor.events import SCHEMA, EventLog, RunEvent, StepEvent
 from ds_byzantine.monitor.locate import concentrated
-from ds_byzantine.monitor.recorder import Recorder
+from ds_byzantine.monitor.recorder import Recorder, Tally
 
 RUN = RunEvent("0.1.0", "nnm + median", f=1, replicas=4, scope="tensor", stage=2, host="DeepSpeed", ranks={"0": [0]})
 
@@ -103,7 +103,8 @@ ONE = {(0, 0): ((0,), (1,), (2,))}
 
 def event_of(recorder: Recorder, step: int = 0, **options: Any) -> StepEvent:
     totals = {(0, 0): recorder.tallies[0].totals()}
-    return recorder.event(step, totals, options.pop("sent", 0), measured=options.pop("measured", True), ranks=ONE)
+    measured = options.pop("measured", True)
+    return recorder.event(step, totals, options.pop("sent", 0), f=1, measured=measured, ranks=ONE, **options)
 
 
 def test_recorder_counts_rows_that_are_not_finite() -> None:
@@ -183,16 +184,20 @@ def test_sums_leave_the_flags_alone_where_they_are_known_everywhere() -> None:
 def test_a_replica_is_judged_by_all_its_reductions() -> None:
     """Two pipeline stages: neither alone tells, their sum does; where one stage is bad, its rank is named."""
     stages = {(0, 0): ((0,), (1,), (2,)), (0, 3): ((3,), (4,), (5,))}
-    totals = {
-        (0, 0): torch.tensor([5.0, 4.0, 4.0, 0, 0, 0, 0]).double(),
-        (0, 3): torch.tensor([1.0, 1.0, 90.0, 0, 0, 0, 0]).double(),
-    }
-    event = Recorder(3).event(0, totals, 0, measured=True, ranks=stages)
+    tallies = {(0, 0): Tally(3), (0, 3): Tally(3)}
+    tallies[0, 0].distances += torch.tensor([5.0, 4.0, 4.0])
+    tallies[0, 3].distances += torch.tensor([1.0, 1.0, 90.0])
+
+    def told() -> StepEvent:
+        totals = {key: tally.totals() for key, tally in tallies.items()}
+        return Recorder(3).event(0, totals, 0, f=1, measured=True, ranks=stages)
+
+    event = told()
     assert event.distances == pytest.approx([6**0.5, 5**0.5, 94**0.5])
     assert (event.suspect, event.suspect_ranks) == (2, [5])
-    totals[0, 0][3 + 1] = 2  # two rows of replica 1 that were not finite, in the first stage
-    totals[0, 0][-1] = 1  # more than f in one tensor
-    event = Recorder(3).event(0, totals, 0, measured=True, ranks=stages)
+    tallies[0, 0].saw(flags(1, 0, 1))  # a row of replica 1 that was not finite, in the first stage
+    tallies[0, 0].is_unsafe("w", flags(1, 0, 1))
+    event = told()
     assert (event.suspect, event.suspect_ranks, event.dropped) == (1, [1], [1])
     assert list(event.unsafe.values()) == [[1]]
 

@@ -23,6 +23,8 @@ from ds_byzantine.types import Bucket, Delivery, Layout, Segment, Slice, even_bo
 
 # -- scopes -----------------------------------------------------------------------------------------------------------
 
+BOOKS = (N - 1) * (3 * N + 1) * 8  # bytes that a rank sends at the end of a step
+
 
 @rules
 def test_scope_model_is_the_rule_on_all_gradients_at_once(rule: str, f: int, pre: tuple[str, ...]) -> None:
@@ -114,9 +116,9 @@ def test_scope_shard_is_the_rule_on_each_piece(
 def test_scope_shard_sends_no_statistics() -> None:
     rows_ND = random_rows(N, 20)
     sent = {scope: run([rows_ND], [simple(20)], *POINT, scope=scope)[0].event.bytes for scope in ("tensor", "shard")}
-    buckets, books = 2 * 15 * 4, (N - 1) * (2 * N + 1) * 8
+    buckets, books = 2 * 15 * 4, BOOKS
     statistics = (N - 1) * (N + (N + 1) * (N + 2) // 2) * 8
-    assert sent == {"tensor": buckets + statistics, "shard": buckets + books}
+    assert sent == {"tensor": buckets + statistics + books, "shard": buckets + books}
 
 
 # -- books ------------------------------------------------------------------------------------------------------------
@@ -162,8 +164,7 @@ def test_bytes_of_a_step(chosen: tuple[str, int, tuple[str, ...]], delivery: Del
     for rank, result in enumerate(run([rows, rows], [layout] * 2, *chosen)):
         delivered = {Delivery.OWNERS: 5 * (rank != 0), Delivery.EVERYONE: 15, Delivery.AGGREGATOR: 0}[delivery]
         per_bucket = (15 + delivered) * 2 + (N - 1) * pieces * record
-        books = 0 if chosen is POINT else (N - 1) * (2 * N + 1) * 8
-        assert result.event.bytes == 2 * per_bucket + books
+        assert result.event.bytes == 2 * per_bucket + BOOKS
         assert result.event.stock_bytes == 2 * passes * 20 * 2 * (N - 1) // N
 
 
@@ -183,7 +184,7 @@ def test_the_books_start_anew_after_a_step() -> None:
         assert first.nonfinite == second.nonfinite == [0, 0, 1, 0]
         assert first.distances == second.distances
         assert first.bytes == second.bytes > 0
-        assert (empty.nonfinite, empty.bytes, empty.suspect) == ([0] * N, 0, None)
+        assert (empty.nonfinite, empty.bytes, empty.suspect) == ([0] * N, BOOKS, None)
 
 
 def test_the_tap_comes_before_the_exchange() -> None:

@@ -17,7 +17,7 @@ import torch
 from ds_byzantine.errors import UnsupportedHostError
 from ds_byzantine.exchange.transport import Transport
 
-HOST_BYTES = 64
+BYTES = 64  # of a host's or a device's name
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,13 @@ class Membership:
             node), the name of this rank's group; its own rank where it mixes with nobody.
         reductions: for each kind of reduction (dense, experts), the name of the group in which this rank takes part.
         host: host name.
+        device: what it computes on.
     """
 
     mixes: tuple[int, ...]
     reductions: tuple[int, ...]
     host: str
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,13 @@ class Roster:
     Args:
         replicas: for each replica its global ranks, ascending; replicas by their lowest rank.
         reductions: for each global rank, the names of its reductions, one per kind.
-        hosts: for each global rank its host.
+        hosts, devices: for each global rank.
     """
 
     replicas: tuple[tuple[int, ...], ...]
     reductions: tuple[tuple[int, ...], ...]
     hosts: tuple[str, ...]
+    devices: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, members: Sequence[Membership]) -> Roster:
@@ -61,7 +64,8 @@ class Roster:
             ((0, 1), (2, 3))
         """
         replicas = tuple(tuple(ranks) for ranks in _components([m.mixes for m in members]))
-        return cls(replicas, tuple(m.reductions for m in members), tuple(m.host for m in members))
+        hosts, devices = tuple(m.host for m in members), tuple(m.device for m in members)
+        return cls(replicas, tuple(m.reductions for m in members), hosts, devices)
 
     @property
     def n(self) -> int:
@@ -240,13 +244,17 @@ def gather_memberships(world: Transport, own: Membership, device: torch.device) 
         own: the same numbers of `mixes` and `reductions` on all ranks.
         device: where the transport can send from.
     """
-    host = own.host.encode("ascii", "replace")[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
-    numbers = torch.tensor([*own.mixes, *own.reductions, *host], dtype=torch.int64, device=device)
+    words = b"".join(word.encode("ascii", "replace")[:BYTES].ljust(BYTES, b"\0") for word in (own.host, own.device))
+    numbers = torch.tensor([*own.mixes, *own.reductions, *words], dtype=torch.int64, device=device)
     everybody = torch.empty(world.size * numbers.numel(), dtype=torch.int64, device=device)
     world.all_gather(everybody, numbers)
     k, m = len(own.mixes), len(own.mixes) + len(own.reductions)
     rows = everybody.view(world.size, -1).tolist()
-    return [Membership(tuple(r[:k]), tuple(r[k:m]), bytes(r[m:]).rstrip(b"\0").decode()) for r in rows]
+    return [Membership(tuple(r[:k]), tuple(r[k:m]), _word(r[m : m + BYTES]), _word(r[m + BYTES :])) for r in rows]
+
+
+def _word(numbers: Sequence[int]) -> str:
+    return bytes(numbers).rstrip(b"\0").decode()
 
 
 def _components(labels: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 
 from ds_byzantine._version import VERSION
 from ds_byzantine.adapters._patch import Bindings, verify
-from ds_byzantine.adapters.deepspeed import boundary, parallel, points, stage0
+from ds_byzantine.adapters.deepspeed import boundary, parallel, points, stage0, state
+from ds_byzantine.adapters.deepspeed.leave import Leave
 from ds_byzantine.adapters.deepspeed.refuse import refuse_unsupported
-from ds_byzantine.adapters.deepspeed.step import StepHook
+from ds_byzantine.adapters.deepspeed.step import Book, StepHook
 from ds_byzantine.adapters.deepspeed.zero3 import Zero3
 from ds_byzantine.adapters.deepspeed.zero12 import Zero12
 from ds_byzantine.config import ByzantineConfig, parse_section
@@ -23,9 +25,11 @@ from ds_byzantine.errors import ConfigError, UnsupportedHostError
 from ds_byzantine.exchange.all_to_all import gather_rows
 from ds_byzantine.exchange.groups import Peers
 from ds_byzantine.exchange.transport import TorchTransport, Transport
-from ds_byzantine.monitor.events import EventLog, RunEvent
+from ds_byzantine.guard import Guard
+from ds_byzantine.monitor.events import EventLog, RunEvent, StepEvent
 from ds_byzantine.pipeline import ShardAggregator, Tap
 from ds_byzantine.plan import Plan, plan
+from ds_byzantine.rules.aggregate import aggregate
 from ds_byzantine.rules.apply import Aggregator
 
 logger = logging.getLogger("ds_byzantine")
@@ -41,6 +45,9 @@ class Attachment:
         config: the checked section.
         plan: n, f and the cost.
         aggregator: the main path; None with a single replica, where gradients pass through unchanged.
+        log: where the first rank writes events; None on the others.
+        run: the first of them, written before the first step, when it is known whether the run was resumed.
+        hook: what happens in each optimizer step; None with a single replica.
     """
 
     config: ByzantineConfig
@@ -48,6 +55,13 @@ class Attachment:
     aggregator: ShardAggregator | None
     bindings: Bindings
     log: EventLog | None = None
+    run: RunEvent | None = None
+    hook: StepHook | None = None
+
+    @property
+    def last_event(self) -> StepEvent | None:
+        """The event of the last optimizer step, on every rank alike but for times and bytes."""
+        return None if self.hook is None else self.hook.last
 
     def detach(self) -> None:
         """Give the engine its own reductions back; idempotent."""
@@ -97,12 +111,14 @@ def attach(engine: Any) -> Attachment | None:
     log, problem = _opened_log(config) if world.rank == 0 else (None, None)
     _agree(engine, world, config, problem)
     attachment = Attachment(config, settled, None, Bindings(), log)
-    if attachment.log is not None:
-        attachment.log.write(_run_event(engine, settled, peers, within))
+    if log is not None:
+        attachment.run = _run_event(engine, settled, peers, within)
         for line in (settled.describe(VERSION), *settled.warnings):
             logger.info(line)
     if settled.n > 1:
         _bind(engine, peers, attachment)
+    elif log is not None and attachment.run is not None:
+        log.write(attachment.run)
     return attachment
 
 
@@ -115,6 +131,7 @@ def _bind(engine: Any, peers: Peers, attachment: Attachment) -> None:
         scope=config.scope,
         tap=_tap(peers, settled, config),
         distances_every=config.monitor.every,
+        products_every=config.monitor.products_every,
         step_of=lambda: int(engine.global_steps),
     )
     attachment.aggregator = aggregator
@@ -127,7 +144,14 @@ def _bind(engine: Any, peers: Peers, attachment: Attachment) -> None:
         Zero12(engine, aggregator, {id(p): name for name, p in trainable.items()}).bind(bindings)
     if config.aggregate_at == "boundary" and _stage(engine) >= 2:
         boundary.bind(engine, bindings)
-    StepHook(engine, aggregator, attachment.log, config.monitor.every, set(trainable)).bind(bindings)
+    guard = Guard(peers.roster, settled.f, config.alpha, config.on_suspect)
+    state.bind(engine, guard, bindings, speaks=attachment.log is not None)
+    leave = Leave(engine, config.monitor.dir) if config.on_suspect == "checkpoint_exit" else None
+    if leave is not None:
+        leave.bind(bindings)
+    book = Book(attachment.log, attachment.run, config.monitor.every) if attachment.log is not None else None
+    attachment.hook = StepHook(engine, aggregator, guard, leave, book, set(trainable))
+    attachment.hook.bind(bindings)
 
 
 def _tap(peers: Peers, settled: Plan, config: ByzantineConfig) -> Tap | None:
@@ -137,8 +161,15 @@ def _tap(peers: Peers, settled: Plan, config: ByzantineConfig) -> Tap | None:
     replica = peers.roster.replica_of(rank)
     ranks = peers.roster.replicas[replica]
     config.drill.check_model_ranks(len(ranks))
+    rule, pre = config.rule.named(), [p.named() for p in config.pre]
     return Injector(
-        config.drill, settled.n, settled.f, replica, lambda block, part: gather_rows(part, block), ranks.index(rank)
+        config.drill,
+        settled.n,
+        settled.f,
+        replica,
+        lambda block, part: gather_rows(part, block),
+        ranks.index(rank),
+        lambda rows, step: aggregate(rows, rule=rule, f=settled.f, pre=pre, seed=step),
     ).tap
 
 
@@ -244,6 +275,10 @@ def _run_event(engine: Any, settled: Plan, peers: Peers, within: str) -> RunEven
         ranks={str(i): list(ranks) for i, ranks in enumerate(roster.replicas)},
         hosts={str(i): sorted({roster.hosts[r] for r in ranks}) for i, ranks in enumerate(roster.replicas)},
         parallel=within,
+        alpha=settled.config.alpha,
+        on_suspect=settled.config.on_suspect,
+        started=time.time(),
+        devices={str(i): [roster.devices[r] for r in ranks] for i, ranks in enumerate(roster.replicas)},
     )
 
 

@@ -36,7 +36,9 @@ def peers_of(engine: Any, fault_domain: str) -> Peers:
     mixing = list(_mixing_groups(engine))
     reductions = [engine.seq_data_parallel_group, *(group for _, group in _expert_groups(engine, data=True))]
     node = _node_label() if fault_domain == "node" else ()
-    own = Membership(tuple(map(_name, mixing)) + node, tuple(map(_name, reductions)), socket.gethostname())
+    own = Membership(
+        tuple(map(_name, mixing)) + node, tuple(map(_name, reductions)), socket.gethostname(), _device(engine)
+    )
     world = TorchTransport()
     roster = Roster.of(gather_memberships(world, own, engine.device))
     named = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
@@ -189,6 +191,11 @@ def _size(group: Group | None) -> int:
 
 def _stages(engine: Any) -> int:
     return int(engine.module.num_stages) if getattr(engine, "pipeline_parallelism", False) else 1
+
+
+def _device(engine: Any) -> str:
+    device = torch.device(engine.device)
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
 def _node_label() -> tuple[int, ...]:

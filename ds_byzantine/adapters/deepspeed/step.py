@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ds_byzantine.adapters._patch import Bindings
+from ds_byzantine.adapters.deepspeed.leave import Leave
+from ds_byzantine.adapters.deepspeed.tell import Clock, Teller
 from ds_byzantine.errors import UnprotectedError
-from ds_byzantine.monitor.events import EventLog, StepEvent
+from ds_byzantine.guard import Considered, Guard
+from ds_byzantine.monitor.events import EventLog, RunEvent, StepEvent
+from ds_byzantine.monitor.metrics import metrics_of
 from ds_byzantine.pipeline import ShardAggregator
 
 logger = logging.getLogger("ds_byzantine")
 
 _ABSENT = object()
+
+
+class Book:
+    """The event file, as the first rank keeps it.
+
+    Args:
+        log: the file.
+        run: the first line, written before the first step.
+        every: write a step every so many steps, and always one in which something happened.
+    """
+
+    def __init__(self, log: EventLog, run: RunEvent | None, every: int) -> None:
+        self.log = log
+        self.run = run
+        self.every = every
+
+    def write(self, considered: Considered) -> bool:
+        """Write what a step showed; whether its event was written."""
+        event = considered.event
+        if self.run is not None:
+            self.log.write(replace(self.run, step=event.step))
+            self.run = None
+        for verdict in considered.verdicts:
+            self.log.write(verdict)
+        due = event.step % self.every == 0 or bool(event.dropped) or bool(considered.verdicts)
+        if due:
+            self.log.write(event)
+        return due
 
 
 class StepHook:
@@ -24,20 +56,30 @@ class StepHook:
     Args:
         engine: the host's engine.
         aggregator: the main path.
-        log: where step events go; None on all ranks but the first.
-        every: write every so many steps.
+        guard: weighs the evidence.
+        leave: ends the job on a verdict, if that was asked for.
+        book: where events go; None on all ranks but the first.
         trainable: names of all parameters that require a gradient.
     """
 
     def __init__(
-        self, engine: Any, aggregator: ShardAggregator, log: EventLog | None, every: int, trainable: set[str]
+        self,
+        engine: Any,
+        aggregator: ShardAggregator,
+        guard: Guard,
+        leave: Leave | None,
+        book: Book | None,
+        trainable: set[str],
     ) -> None:
         self.engine = engine
         self.aggregator = aggregator
-        self.log = log
-        self.every = every
+        self.guard = guard
+        self.leave = leave
+        self.book = book
+        self.last: StepEvent | None = None
+        self._clock = Clock(engine)
+        self._teller = Teller(aggregator)
         self.trainable = trainable
-        self._drops: Counter[int] = Counter()
         self._first = True
 
     def bind(self, bindings: Bindings) -> None:
@@ -50,6 +92,7 @@ class StepHook:
                 return original(*args, **kwargs)
 
         bindings.bind(self.engine, "_take_model_step", take_model_step)
+        self._clock.bind(bindings)
 
     def close(self) -> StepEvent:
         """Close the books of this step; a collective call.
@@ -58,12 +101,22 @@ class StepHook:
             UnprotectedError: no gradient has passed through the rule since the last step.
         """
         self._check_coverage()
-        event = self.aggregator.end_step()
-        if self.log is not None:
-            self._tell(event)
-            if event.step % self.every == 0 or event.dropped:
-                self.log.write(event)
+        event = self._clock.stamp(self.aggregator.end_step())
+        considered = self.guard.consider(event, self.aggregator.digests)
+        event = self.last = considered.event
+        self.aggregator.left_out = list(self.guard.ledger.quarantined)
+        if self.leave is not None:
+            self.leave.pending += considered.verdicts
+        if self.book is not None:
+            self._tell(self.book, considered)
         return event
+
+    def _tell(self, book: Book, considered: Considered) -> None:
+        self._teller.tell(considered)
+        monitor = getattr(self.engine, "monitor", None)
+        if book.write(considered) and monitor is not None and monitor.enabled:
+            samples = int(self.engine.global_samples)
+            monitor.write_events([(name, value, samples) for name, value in metrics_of(considered.event).items()])
 
     def _check_coverage(self) -> None:
         seen = self.aggregator.recorder.tensors
@@ -73,43 +126,13 @@ class StepHook:
                 "rule since the last one. Either backward() did not run, or gradients are reduced by code that this "
                 'plug-in does not know; remove that code, or set "byzantine": {"enabled": false}.'
             )
-        if self._first and self.log is not None and self.aggregator.scope != "shard":
+        if self._first and self.book is not None and self.aggregator.scope != "shard":
             unused = sorted(self.trainable - seen)
             if unused:
                 named = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
                 logger.info("%d of %d trainable tensors had no gradient in the first step: %s",
                             len(unused), len(self.trainable), named)  # fmt: skip
         self._first = False
-
-    def _tell(self, event: StepEvent) -> None:
-        """One line for a step that is skipped; one line, ever more rarely, for a replica whose rows were dropped."""
-        if event.unsafe:
-            tensor, replicas = next(iter(event.unsafe.items()))
-            more = f" (and {len(event.unsafe) - 1} more tensors)" if len(event.unsafe) > 1 else ""
-            who = ", ".join(map(str, replicas))
-            logger.warning(
-                "step %d is skipped: replicas %s sent NaN or Inf for %s%s, which are more than f=%d. If all do, the "
-                "loss has diverged or its scale is too high; if few do, they are faulty: raise byzantine.f or replace "
-                "them.",
-                event.step, who, tensor, more, self.aggregator.aggregator.f,
-            )  # fmt: skip
-            return
-        for replica in event.dropped:
-            self._drops[replica] += 1
-            times = self._drops[replica]
-            if times & (times - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... time
-                logger.warning(
-                    "step %d: replica %d (%s) sent NaN or Inf in %d tensors; its rows there were left out and training "
-                    "goes on (so far in %d steps).",
-                    event.step, replica, self._where(event, replica), event.nonfinite[replica], times,
-                )  # fmt: skip
-
-    def _where(self, event: StepEvent, replica: int) -> str:
-        """Ranks and hosts of a replica; of the suspect, those in which its trouble is concentrated."""
-        roster = self.aggregator.peers.roster
-        ranks = event.suspect_ranks if replica == event.suspect else roster.replicas[replica]
-        hosts = " and ".join(sorted({roster.hosts[rank] for rank in ranks}))
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} on {hosts}"
 
     @contextmanager
     def _host_skips(self, unsafe: bool) -> Iterator[None]:
