@@ -31,6 +31,10 @@ def name_or_object(table: Mapping[str, Entry], shared: Mapping[str, Schema] | No
 def param_schema(param: Param) -> Schema:
     """One parameter as a JSON schema property."""
     kind = _TYPES[param.type]
+    if param.whole is not None:
+        number = {"type": "integer", "minimum": param.whole[0], "maximum": param.whole[1]}
+        named = {"type": kind, "enum": list(param.choices)}
+        return {"anyOf": [named, number], "description": param.doc, "default": param.default}
     out: Schema = {"type": kind if param.default is not None else [kind, "null"], "description": param.doc}
     out["default"] = param.default
     if param.choices:

@@ -15,6 +15,7 @@ Action = Literal["log", "quarantine", "checkpoint_exit"]
 
 WHAT = {
     "outlying": "its gradient was the most distant one from the aggregate far more often than chance allows",
+    "zero": "it sent nothing but zeros where others did not",
     "nonfinite": "it sent NaN or Inf where others did not",
     "duplicate": "it sent the same gradient as another replica, or one of its own again",
 }
@@ -58,10 +59,10 @@ class Guard:
             event: of the step, the same on all ranks.
             digests: a checksum of each replica's gradient.
         """
-        concerned, pairs = self.repeats.observe([0 if i in event.dropped else d for i, d in enumerate(digests)])
-        found = self.ledger.observe(
-            Observation(event.step, event.distances, frozenset(event.dropped), frozenset(concerned))
-        )
+        dropped = frozenset(event.dropped)
+        zeros = frozenset(i for i, digest in enumerate(digests) if not digest) - dropped
+        concerned, pairs = self.repeats.observe([0 if i in dropped else d for i, d in enumerate(digests)])
+        found = self.ledger.observe(Observation(event.step, event.distances, dropped, zeros, concerned))
         verdicts = [self._verdict(finding, event) for finding in found]
         told = replace(
             event,

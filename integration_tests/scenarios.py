@@ -472,9 +472,10 @@ EVIDENCE: dict[str, tuple[dict, dict]] = {
         {"byzantine": {**bad("sign_flip", factor=5.0), "rule": "median"}},
         {"named": 3, "kind": "outlying", "within": 18},
     ),
+    "zero": ({"byzantine": bad("zero")}, {"named": 3, "kind": "zero", "within": 18}),
     "nan": ({"byzantine": bad("nan")}, {"named": 3, "kind": "nonfinite", "within": 18}),
     "one_exponent_bit": (
-        {"byzantine": bad("bit_flip", where="exponent")},
+        {"byzantine": bad("bit_flip", where=30)},  # the highest exponent bit of a float32, of one word of a bucket
         {"named": 3, "kind": "outlying", "within": 22},
     ),
     "stale": ({"byzantine": bad("stale", delay=3)}, {"named": 3, "kind": "duplicate", "within": 14}),
@@ -492,7 +493,7 @@ def evidence(folder) -> list[dict]:
     loud = bad("sign_flip", factor=5.0)
     jobs.append({**base, "name": "quarantine", "byzantine": {**loud, "on_suspect": "quarantine"}})
     two = {**loud, "on_suspect": "quarantine", "drill": {**loud["drill"], "replicas": [1, 3], "factor": 20.0}}
-    jobs.append({**base, "name": "quarantine_two", "byzantine": two})
+    jobs.append({**base, "name": "quarantine_two", "steps": 80, "byzantine": two})
     again = {**base, "kind": "interrupted", "steps": 30}
     for stage in (0, 2, 3):
         name = f"resume_z{stage}"

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ds_byzantine.attacks.base import AttackInfo, find
+from ds_byzantine.attacks.catalog import ATTACKS
 from ds_byzantine.config import parse_section
 from ds_byzantine.drills import injector as injector_module
-from ds_byzantine.drills.injector import Injector
+from ds_byzantine.drills.injector import Injector, RuleInUse
 from ds_byzantine.drills.scenario import DrillConfig
 from ds_byzantine.errors import ConfigError
 
-DRILLS = Path(__file__).parents[1] / "configs/drills"
+ROOT = Path(__file__).parents[1]
+DRILLS = ROOT / "configs/drills"
 Gather = Callable[[torch.Tensor, object], torch.Tensor]
 
 
@@ -39,7 +43,23 @@ def test_the_ready_files_are_drills_of_their_name(file: Path) -> None:
 
 
 def test_there_are_ready_files_for_the_usual_attacks() -> None:
-    assert {p.stem for p in DRILLS.glob("*.json")} == {"sign_flip", "scale", "nan", "gaussian", "alie", "ipm"}
+    usual = {"sign_flip", "scale", "nan", "gaussian", "alie", "ipm", "min_max", "ipm_search"}
+    faults = {"stale", "lazy_copy", "concentrated", "bit_flip", "gemm_tile"}
+    assert {p.stem for p in DRILLS.glob("*.json")} == usual | faults
+
+
+@pytest.mark.parametrize("name", sorted(ATTACKS))
+def test_the_page_on_drills_tells_of_every_attack(name: str) -> None:
+    assert f"`{name}`" in (ROOT / "docs/drills.md").read_text(encoding="utf-8")
+
+
+def test_the_collator_of_the_page_flips_the_labels_of_a_bad_replica() -> None:
+    block = (ROOT / "docs/drills.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(block, names)
+    for bad, expected in ((False, [0, -100, 9]), (True, [9, -100, 0])):
+        batch = names["collate"]([0, -100, 9], inner=lambda y: {"labels": torch.tensor(y)}, bad=bad, classes=10)
+        assert batch["labels"].tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -67,6 +87,10 @@ def test_there_are_ready_files_for_the_usual_attacks() -> None:
         ({"name": "scale", "seed": 0.5}, r"d\.seed: got 0\.5, but this has to be a whole number"),
         ({"name": "scale", "start": 5, "stop": 5}, r"d: stop=5 is not after start=5"),
         ({"name": "scale", "factor": "auto"}, r'd\.factor: got "auto"'),
+        ("label_flip", r'd\.name: got "label_flip", but this spoils the data.*flip_labels.*docs/drills\.md'),
+        ({"name": "label_flip", "replicas": [1]}, r'd\.name: got "label_flip"'),
+        ({"name": "gemm_tile", "cols": 9, "pitch": 8}, r"d\.cols: got 9, but rows of the tile are pitch=8 apart"),
+        ({"name": "bit_flip", "where": 64}, r"d\.where: got 64, but this is a str or a whole number from 0 to 63"),
     ],
 )
 def test_a_wrong_drill_is_refused_with_its_path(value: object, message: str) -> None:
@@ -98,6 +122,13 @@ def test_the_last_replicas_are_bad_unless_named() -> None:
 def test_replicas_are_checked_against_the_job() -> None:
     with pytest.raises(ConfigError, match=r"replicas: got \[4, 9\], but this job has replicas 0 to 3"):
         DrillConfig.load({"name": "nan", "replicas": [0, 4, 9]}).bad_replicas(4, 1)
+    for copied, honest in ((4, "[0, 1, 2]"), (3, "[0, 1, 2]")):
+        for name, param in (("mimic", "replica"), ("lazy_copy", "of")):
+            drill = DrillConfig.load({"name": name, param: copied})
+            with pytest.raises(
+                ConfigError, match=rf"byzantine\.drill\.{param}: got {copied}, but .* are {re.escape(honest)}"
+            ):
+                drill.bad_replicas(4, 1)
     with pytest.raises(ConfigError, match="all 2 replicas are bad"):
         DrillConfig.load({"name": "ipm", "replicas": [0, 1]}).bad_replicas(2, 0)
 
@@ -112,7 +143,8 @@ def test_warnings() -> None:
 def test_active_steps() -> None:
     drill = DrillConfig.load({"name": "nan", "start": 3, "stop": 10, "every": 3})
     assert [step for step in range(20) if drill.active(step)] == [3, 6, 9]
-    assert all(DrillConfig.load("nan").active(step) for step in (0, 1, 1000))
+    assert [step for step in range(20) if drill.over(step)] == list(range(10, 20))
+    assert all(DrillConfig.load("nan").active(step) and not DrillConfig.load("nan").over(step) for step in (0, 1, 1000))
 
 
 # -- the tap -----------------------------------------------------------------------------------------------------------
@@ -121,12 +153,20 @@ def test_active_steps() -> None:
 class Replicas:
     """n replicas in one process whose taps run one after the other; the gather gives everybody's untouched rows."""
 
-    def __init__(self, drill: object, n: int, f: int, numel: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        drill: object,
+        n: int,
+        f: int,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        rule: RuleInUse | None = None,
+    ) -> None:
         scenario = DrillConfig.load(drill)
         self.sent = torch.randn(n, numel, generator=torch.Generator().manual_seed(1)).to(dtype)
         self.flats = [row.clone() for row in self.sent]
         self.gathered = [0] * n
-        self.taps = [Injector(scenario, n, f, i, self._gather(i)) for i in range(n)]
+        self.taps = [Injector(scenario, n, f, i, self._gather(i), aggregate=rule) for i in range(n)]
 
     def _gather(self, replica: int) -> Gather:
         offset = 0
@@ -144,7 +184,10 @@ class Replicas:
         return [tap.tap(flat, step) for tap, flat in zip(self.taps, self.flats, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["sign_flip", "scale", "zero", "nan", "gaussian"])
+ALONE = [name for name in sorted(ATTACKS) if not ATTACKS[name].needs_honest and name != "stale"]
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_only_the_bad_replica_changes_and_nobody_gathers(name: str) -> None:
     job = Replicas(name, n=5, f=1, numel=100)
     assert job.tap(0) == [False, False, False, False, True]
@@ -163,7 +206,9 @@ def test_good_steps_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "params"), [("alie", {"z": 1.5}), ("ipm", {"epsilon": 0.5})])
+@pytest.mark.parametrize(
+    ("name", "params"), [("alie", {"z": 1.5}), ("ipm", {"epsilon": 0.5}), ("mimic", {"replica": 3}), ("lazy_copy", {})]
+)
 def test_colluders_see_the_honest_rows_block_by_block(
     name: str, params: dict[str, float], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,15 +216,120 @@ def test_colluders_see_the_honest_rows_block_by_block(
     job = Replicas({"name": name, "replicas": [1, 4], **params}, n=6, f=2, numel=50, dtype=dtype)
     assert job.tap(0) == [False, True, False, False, True, False]
     assert job.gathered == [4] * 6  # ceil(50 / 16), by every replica alike
-    info = AttackInfo(n=6, f=2, step=0, generator=torch.Generator())
+    info = AttackInfo(n=6, f=2, step=0, generator=torch.Generator(), honest=(0, 2, 3, 5))
     expected = find(name).function(job.sent[1], job.sent[[0, 2, 3, 5]], info, **params)
     for i in range(6):
         assert torch.equal(job.flats[i], expected if i in (1, 4) else job.sent[i])
 
 
-def test_empty_buckets_pass() -> None:
-    for name in ("gaussian", "ipm"):
-        assert Replicas(name, n=3, f=1, numel=0).tap(0) == [False, False, True]
+@pytest.mark.parametrize("name", sorted(ATTACKS))
+def test_empty_buckets_pass(name: str) -> None:
+    assert Replicas(name, n=3, f=1, numel=0).tap(0) == [False, False, True]
+
+
+@pytest.mark.parametrize("name", ["min_max", "min_sum"])
+def test_colluders_measure_each_block_for_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(injector_module, "BLOCK", 16)
+    job = Replicas({"name": name, "replicas": [1]}, n=4, f=1, numel=40)
+    job.tap(0)
+    info = AttackInfo(n=4, f=1, step=0, generator=torch.Generator())
+    blocks = [find(name).function(job.sent[1, s : s + 16], job.sent[[0, 2, 3], s : s + 16], info) for s in (0, 16, 32)]
+    assert torch.equal(job.flats[1], torch.cat(blocks))
+
+
+@pytest.mark.parametrize("bad", [[1, 4], [4, 1], [0], [5, 2]])
+def test_the_rule_is_tried_out_on_rows_in_the_order_of_the_replicas(bad: list[int]) -> None:
+    tried: list[torch.Tensor] = []
+
+    def rule(rows_ND: torch.Tensor, step: int) -> torch.Tensor:
+        assert step == 3
+        tried.append(rows_ND)
+        return rows_ND.mean(0)
+
+    job = Replicas({"name": "ipm_search", "replicas": bad}, n=6, f=2, numel=10, rule=rule)
+    job.tap(3)
+    honest = [i for i in range(6) if i not in bad]
+    for rows_ND in tried:
+        assert torch.equal(rows_ND[honest], job.sent[honest])
+        assert all(torch.equal(rows_ND[i], rows_ND[bad[0]]) for i in bad)
+    assert len(tried) > 5
+    assert all(torch.equal(job.flats[i], tried[1][i]) for i in bad)  # the mean follows the largest, tried second
+
+
+def test_an_attack_that_tries_the_rule_out_needs_it() -> None:
+    with pytest.raises(ValueError, match=r"info\.aggregate"):
+        Replicas("alie_search", n=4, f=1, numel=10).tap(0)
+
+
+def sent_by_stale(drill: dict[str, object], steps: int, calls: int = 2) -> list[list[int]]:
+    """From which step the gradient is that replica 1 sends, by step and call; call c of step s has 10 s + c."""
+    injector = Injector(DrillConfig.load({"name": "stale", **drill}), 2, 0, 1, lambda block_D, _: block_D)
+    found = []
+    for step in range(steps):
+        flats = [torch.full((3,), 10.0 * step + call) for call in range(calls)]
+        for flat in flats:
+            injector.tap(flat, step)
+        values = [int(flat[0]) for flat in flats]
+        assert [v % 10 for v in values] == list(range(calls))
+        found.append([v // 10 for v in values])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("drill", "expected"),
+    [
+        ({"delay": 1}, [0, 0, 1, 2, 3, 4]),
+        ({"delay": 2}, [0, 1, 0, 1, 2, 3]),
+        ({"delay": 1, "start": 2}, [0, 1, 1, 2, 3, 4]),  # it has seen the good steps as well
+        ({"delay": 1, "every": 3}, [0, 1, 2, 2, 4, 5]),
+        ({"delay": 1, "start": 1, "stop": 3}, [0, 0, 1, 3, 4, 5]),
+        ({"replicas": [0]}, [0, 1, 2, 3, 4, 5]),  # the other one
+    ],
+)
+def test_stale_gradients_bucket_by_bucket(drill: dict[str, object], expected: list[int]) -> None:
+    assert sent_by_stale(drill, 6) == [[step, step] for step in expected]
+
+
+def test_only_bad_replicas_of_a_drill_that_goes_on_keep_gradients() -> None:
+    for replica, expected in ((1, [1, 1, 1, 0, 0]), (0, [0, 0, 0, 0, 0])):
+        drill = DrillConfig.load({"name": "stale", "start": 1, "stop": 3})
+        injector = Injector(drill, 2, 0, replica, lambda block_D, _: block_D)
+        kept = []
+        for step in range(5):
+            injector.tap(torch.ones(3), step)
+            kept.append(len(injector._memory))
+        assert kept == expected
+
+
+def test_a_lasting_fault_depends_on_replica_and_seed() -> None:
+    places = []
+    for seed in (0, 1):
+        job = Replicas({"name": "stuck", "replicas": [0, 1], "seed": seed}, n=5, f=2, numel=10_000)
+        job.tap(0)
+        places += [(job.flats[i] != job.sent[i]).nonzero()[:, 0].tolist() for i in (0, 1)]
+    assert [len(one) for one in places] == [1, 1, 1, 1]
+    assert len({one[0] for one in places}) == 4
+
+
+def test_what_a_dtype_does_not_allow_is_refused_by_all_replicas_in_the_first_step() -> None:
+    for replica in range(3):
+        drill = DrillConfig.load({"name": "bit_flip", "bits": 6, "start": 100, "replicas": [1]})
+        injector = Injector(drill, 3, 1, replica, lambda block_D, _: block_D)
+        assert not injector.tap(torch.ones(3), 0)
+        with pytest.raises(
+            ConfigError, match=r"byzantine\.drill\.bits: got 6, but a word of torch\.float16 has 5 such"
+        ):
+            injector.tap(torch.ones(3, dtype=torch.float16), 0)
+
+
+def test_attackers_split_the_buckets_among_them() -> None:
+    job = Replicas({"name": "split", "replicas": [3, 0]}, n=4, f=2, numel=10)
+    spoiled = []
+    for _ in range(4):
+        job.flats = [row.clone() for row in job.sent]
+        job.tap(0)
+        spoiled.append([i for i in range(4) if not torch.equal(job.flats[i], job.sent[i])])
+    assert spoiled == [[3], [0], [3], [0]]
 
 
 def noise(seed: int, step: int, replica: int, call: int) -> torch.Tensor:

@@ -123,7 +123,7 @@ def test_a_bad_replica_is_named(start: int, within: int) -> None:
 def test_alpha_sets_the_bound() -> None:
     strict, lax = (play(Ledger(N, 1, alpha), 60, bad=0)[0][0] for alpha in (1e-6, 0.1))
     assert strict > lax
-    assert Ledger(N, 1, 1e-3).bound == pytest.approx(np.log10(5 * 3 / 1e-3))
+    assert Ledger(N, 1, 1e-3).bound == pytest.approx(np.log10(5 * 4 / 1e-3))
 
 
 def test_rows_that_are_not_finite() -> None:
@@ -134,6 +134,16 @@ def test_rows_that_are_not_finite() -> None:
             break
     assert (found[0].replica, found[0].kind, found[0].since) == (2, "nonfinite", 0)
     assert step < 9
+
+
+def test_zeros_are_evidence_unless_all_send_them() -> None:
+    ledger = Ledger(N, 1)
+    for step in range(20):
+        found = ledger.observe(Observation(step, [1.0] * N, zeros=frozenset({0} if step % 2 else range(N))))
+        if found:
+            break
+    assert (found[0].replica, found[0].kind) == (0, "zero")
+    assert step < 20
 
 
 def test_nan_everywhere_is_nobodys_fault() -> None:

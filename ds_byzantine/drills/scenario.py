@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema
 
 from ds_byzantine._schema import name_or_object
 from ds_byzantine._validation import Problem, Problems, Strict, checked, refuse, shown, unknown, without_auto
-from ds_byzantine.attacks.catalog import ATTACKS, AttackSpec, z_max
+from ds_byzantine.attacks.catalog import ATTACKS, IN_THE_DATA, AttackSpec, z_max
 from ds_byzantine.errors import ConfigError
 
 
@@ -40,6 +40,8 @@ class DrillConfig(Strict):
     @field_validator("name")
     @classmethod
     def _known_attack(cls, name: str) -> str:
+        if name in IN_THE_DATA:
+            raise ValueError(f"got {shown(name)}, but {IN_THE_DATA[name]}")
         if name not in ATTACKS:
             raise ValueError(unknown("attack", name, ATTACKS))
         return name
@@ -134,7 +136,8 @@ class DrillConfig(Strict):
         """Indices of the bad replicas in a job of n.
 
         Raises:
-            ConfigError: an index that the job does not have, or a colluding attack with no honest replica left.
+            ConfigError: an index that the job does not have, a colluding attack with no honest replica left, or one
+                that copies a replica which is not honest.
         """
         chosen = self.replicas if self.replicas is not None else tuple(range(max(n - max(f, 1), 0), n))
         beyond = [i for i in chosen if i >= n]
@@ -144,6 +147,13 @@ class DrillConfig(Strict):
             raise ConfigError(
                 f"{path}.replicas: {self.name} is computed from the honest gradients, but all {n} replicas are bad. "
                 "Leave at least one out."
+            )
+        copied = self.params.get(self.spec.names_replica)
+        if copied is not None and (copied >= n or copied in chosen):
+            honest = [i for i in range(n) if i not in chosen]
+            raise ConfigError(
+                f"{path}.{self.spec.names_replica}: got {copied}, but in this job the honest replicas are {honest}. "
+                "Name one of them."
             )
         return chosen
 
@@ -167,7 +177,11 @@ class DrillConfig(Strict):
 
     def active(self, step: int) -> bool:
         """Whether the bad replicas are bad in this step."""
-        return step >= self.start and (self.stop is None or step < self.stop) and (step - self.start) % self.every == 0
+        return step >= self.start and not self.over(step) and (step - self.start) % self.every == 0
+
+    def over(self, step: int) -> bool:
+        """Whether no step from this one on is bad."""
+        return self.stop is not None and step >= self.stop
 
 
 def _load_json(name: str, path: str) -> Any:

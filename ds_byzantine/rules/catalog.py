@@ -37,6 +37,7 @@ class Param:
     maximum: float | None = None
     exclusive_minimum: bool = False
     choices: tuple[str, ...] = ()
+    whole: tuple[int, int] | None = None  # besides the choices, any whole number between these two
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,11 @@ def _checked(param: Param, value: Any, path: str) -> Any:
         return None
     if param.type is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    if param.whole is not None and type(value) is int and param.whole[0] <= value <= param.whole[1]:
+        return value
     if not isinstance(value, param.type) or (isinstance(value, bool) and param.type is not bool):
-        raise ConfigError(f"{path}: got {value!r}, but this is a {param.type.__name__}. {param.doc}")
+        kind = param.type.__name__ + (" or a whole number from {} to {}".format(*param.whole) if param.whole else "")
+        raise ConfigError(f"{path}: got {value!r}, but this is a {kind}. {param.doc}")
     if param.choices and value not in param.choices:
         raise ConfigError(f"{path}: got {value!r}. Use one of: {', '.join(param.choices)}.")
     low, high, got = param.minimum, param.maximum, float(value) if isinstance(value, (int, float)) else 0.0

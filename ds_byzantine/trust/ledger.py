@@ -6,22 +6,22 @@ in each step every replica is the most outlying one with probability 1/n, whatev
 replica and for each kind of evidence the ledger keeps an e-process (see `betting`); a replica is named when one of them
 reaches n kinds / alpha. So the probability that a healthy run ever names anybody is at most alpha.
 
-Kinds: "outlying" (among the f most distant from the aggregate), "nonfinite" (NaN or Inf), "duplicate" (a row that is
-bit by bit another replica's, or one that the replica itself sent before).
+Kinds: "outlying" (among the f most distant from the aggregate), "nonfinite" (NaN or Inf), "zero" (nothing but zeros),
+"duplicate" (a row that is bit by bit another replica's, or one that the replica itself sent before).
 
 Every rank feeds its ledger the same numbers and so reaches the same verdicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log10
 from typing import Any
 
 from ds_byzantine.trust.betting import Betting
 
-KINDS = ("outlying", "nonfinite", "duplicate")
+KINDS = ("outlying", "nonfinite", "zero", "duplicate")
 
 # Two healthy rows agree in all sampled words by accident with a probability far below the chance; a small stake at
 # these odds costs next to nothing over a run and multiplies the capital by 1,000 when it is won.
@@ -38,12 +38,14 @@ class Observation:
         step: its number.
         distances: of each replica from the aggregate; None where it was not measured or no row was usable.
         nonfinite: replicas with a row that was not finite.
+        zeros: replicas that sent nothing but zeros.
         duplicates: replicas that sent another's row, or one of their own again; None if nobody looked.
     """
 
     step: int
     distances: Sequence[float | None]
     nonfinite: frozenset[int] = frozenset()
+    zeros: frozenset[int] = frozenset()
     duplicates: frozenset[int] | None = None
 
 
@@ -109,7 +111,8 @@ class Ledger:
         """Take a step into account; the replicas that it makes us name."""
         for kind, bets in (
             ("outlying", self._outlying(seen)),
-            ("nonfinite", self._nonfinite(seen)),
+            ("nonfinite", self._some_of(seen.nonfinite)),
+            ("zero", self._some_of(seen.zeros)),
             ("duplicate", self._duplicate(seen)),
         ):
             for replica, event, chance in bets:
@@ -141,9 +144,10 @@ class Ledger:
             share = min(max(places - above, 0) / level, 1.0)
             yield i, share, places / len(distances)
 
-    def _nonfinite(self, seen: Observation) -> Iterator[tuple[int, float, float]]:
+    def _some_of(self, concerned: Collection[int]) -> Iterator[tuple[int, float, float]]:
+        """Whether each replica is among those concerned; no bet if it is nobody or everybody."""
         present = self._present()
-        bad = [i for i in present if i in seen.nonfinite]
+        bad = [i for i in present if i in concerned]
         if 0 < len(bad) < len(present):
             for i in present:
                 yield i, float(i in bad), len(bad) / len(present)
