@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ds_byzantine.adapters import ATTRIBUTE
+from ds_byzantine._names import ATTRIBUTE
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
 

@@ -1,3 +1,1 @@
 """The only code that touches a host's private names. Adapters never import each other."""
-
-ATTRIBUTE = "_ds_byzantine"  # of an engine: its `Attachment`

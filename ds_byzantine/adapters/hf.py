@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ds_byzantine.adapters import ATTRIBUTE
+from ds_byzantine._names import ATTRIBUTE
 from ds_byzantine.monitor.metrics import metrics_of
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections import Counter
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.metadata import version
@@ -21,6 +20,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from rich.console import Console
 from rich.table import Table
+
+from ds_byzantine.report.model import summarize
+from ds_byzantine.report.page import write
+from ds_byzantine.report.read import Reader, find
 
 COLOURS = ("#5b6b7b", "#d1373f", "#1f8a70")
 
@@ -46,6 +49,7 @@ class Outcome:
     train: list[tuple[int, float]]
     heldout: list[tuple[int, float]]
     events: list[dict[str, Any]]
+    verdicts: list[dict[str, Any]]
 
     @classmethod
     def read(cls, label: str, folder: Path) -> Outcome:
@@ -54,8 +58,9 @@ class Outcome:
         for record in _lines(folder / "metrics.jsonl"):
             value = math.nan if record["loss"] is None else float(record["loss"])
             losses[record["kind"]].append((int(record["step"]), value))
-        steps = [event for event in _lines(folder / "events.jsonl") if event.get("kind") == "step"]
-        return cls(label, losses["train"], losses["heldout"], steps)
+        events = _lines(folder / "events.jsonl")
+        steps, verdicts = ([e for e in events if e.get("kind") == kind] for kind in ("step", "verdict"))
+        return cls(label, losses["train"], losses["heldout"], steps, verdicts)
 
     @property
     def final(self) -> float:
@@ -63,10 +68,9 @@ class Outcome:
         return self.heldout[-1][1]
 
     @property
-    def named(self) -> tuple[int, int] | None:
-        """The replica that was the most distant one in most steps, and in how many; None without events."""
-        suspects = Counter(e["suspect"] for e in self.events if e["suspect"] is not None)
-        return suspects.most_common(1)[0] if suspects else None
+    def named(self) -> dict[str, Any] | None:
+        """The first verdict: the evidence against a replica had reached the bound."""
+        return self.verdicts[0] if self.verdicts else None
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,9 @@ def verdict(summary: Summary, outcomes: list[Outcome]) -> list[Check]:
     clean, mean, rule = outcomes
     bound = clean.final * (1 + summary.tolerance)
     named = rule.named
-    who = f"replica {named[0]} named, most distant in {named[1]} of {len(rule.events)} steps" if named else "no replica"
+    who = "no replica named"
+    if named is not None:
+        who = f"replica {named['replica']} named in step {named['step']}, e-value 10^{named['log10_e']:.1f}"
     return [
         Check(
             f"the clean run learned: {clean.heldout[0][1]:.3f} to {clean.final:.3f}", clean.final < clean.heldout[0][1]
@@ -92,7 +98,10 @@ def verdict(summary: Summary, outcomes: list[Outcome]) -> list[Check]:
             f"the rule held: {_shown(rule.final)}, within {summary.tolerance:.0%} of {clean.final:.3f}",
             rule.final <= bound,
         ),
-        Check(f"{who} (the bad one is {summary.bad_replica})", named is not None and named[0] == summary.bad_replica),
+        Check(
+            f"{who} (the bad one is {summary.bad_replica})",
+            named is not None and named["replica"] == summary.bad_replica,
+        ),
     ]
 
 
@@ -103,6 +112,7 @@ def write_report(out: Path, summary: Summary, outcomes: list[Outcome], console: 
     draw(picture, summary, outcomes)
     (out / "results.json").write_text(json.dumps(_results(summary, outcomes, checks), indent=2) + "\n")
     (out / "demo.html").write_text(_page(picture, summary, outcomes, checks), encoding="utf-8")
+    page = _incident(out)
     table = Table(
         title=f"{summary.model}, {summary.ranks} replicas, replica {summary.bad_replica} bad", title_style="bold"
     )
@@ -118,7 +128,15 @@ def write_report(out: Path, summary: Summary, outcomes: list[Outcome], console: 
     console.print(
         f"{out / 'demo.html'}  {picture}  ({summary.seconds // 60} min {summary.seconds % 60} s)", highlight=False
     )
+    console.print(f"The page for the incident review: {page}", highlight=False)
     return all(check.passed for check in checks)
+
+
+def _incident(out: Path) -> Path:
+    """The report on the run with the rule, as `ds-byzantine report RUN --html FILE` makes it."""
+    reader = Reader(find(out / "rule"))
+    reader.poll()
+    return write(summarize(reader.story, "the demo, attacked, with the rule"), out / "report.html")
 
 
 def draw(path: Path, summary: Summary, outcomes: list[Outcome]) -> None:
@@ -186,7 +204,7 @@ def _rows(outcomes: list[Outcome]) -> list[tuple[str, ...]]:
     for outcome in outcomes:
         change = outcome.final / clean - 1
         against = "" if outcome is outcomes[0] else f"{change:+.1%}" if math.isfinite(change) else "not finite"
-        named = f"{outcome.named[0]} ({outcome.named[1]}/{len(outcome.events)} steps)" if outcome.named else ""
+        named = f"{outcome.named['replica']} (step {outcome.named['step']})" if outcome.named else ""
         rows.append((outcome.label, _shown(outcome.heldout[0][1]), _shown(outcome.final), against, named))
     return rows
 
@@ -197,7 +215,7 @@ def _results(summary: Summary, outcomes: list[Outcome], checks: list[Check]) -> 
         {
             "run": o.label,
             "heldout": [[step, value if math.isfinite(value) else None] for step, value in o.heldout],
-            "named": o.named[0] if o.named else None,
+            "named": o.named["replica"] if o.named else None,
         }
         for o in outcomes
     ]
@@ -230,6 +248,7 @@ li.bad {{ color: #d1373f; }} li.bad::marker {{ content: "FAIL  "; }}
  src="data:image/png;base64,{image}">
 <table><tr>{heads}</tr>{body}</table>
 <ul>{marks}</ul>
+<p><a href="report.html">The page for the incident review</a>, made from the events of the run with the rule.</p>
 <p>From step {summary.attack_from} on replica {summary.bad_replica} sends {-summary.factor:g} times its gradient.</p>
 <p>{packages}</p>
 </body></html>

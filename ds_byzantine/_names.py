@@ -1,0 +1,3 @@
+"""Names by which parts that may not import each other find each other."""
+
+ATTRIBUTE = "_ds_byzantine"  # of an engine: its `Attachment`, which refers to the engine and so may not lie elsewhere
