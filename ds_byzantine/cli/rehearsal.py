@@ -222,7 +222,7 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Rules agai
 <meta name="viewport" content="width=device-width">
 <style>body{{font:14px system-ui,sans-serif;margin:2rem;color:#1c1c1c;background:#fff}}
 div{{overflow-x:auto}}td,th{{padding:.3rem .6rem;text-align:right;white-space:nowrap}}th{{font-weight:600}}
-</style><h1>Rules against attacks</h1><p>Held-out loss over that of the clean run; @ the step in which the bad replica was
+</style><h1>Rules against attacks</h1><p>Held-out loss over that of the clean run; @ the step in which the bad one was
 named. Green: within 2%; red: 50% and more, or not a number.</p><div><table><tr><th></th>{head}</tr>{body}</table></div>
 """
 

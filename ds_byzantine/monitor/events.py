@@ -73,7 +73,7 @@ class StepEvent:
         step_ms: wall-clock time between the ends of this step and the one before on rank 0; null in the first.
         time: Unix time in seconds at the end of the step.
         loss: training loss of the first replica, the mean over the micro-steps; null if the host does not say.
-        evidence: by kind ("outlying", "nonfinite", "zero", "duplicate"), log10 of the e-value against each replica so far.
+        evidence: by kind ("outlying", "nonfinite", "zero", "duplicate"), log10 of the e-value against each replica.
         named: replicas against which the evidence has reached the bound, in the order in which it did.
         quarantined: replicas whose rows are left out from now on.
         norms: norm of each replica's gradient, null where unknown. This and the next four are null or empty where the

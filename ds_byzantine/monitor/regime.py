@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-
 LEAST_SIGNAL = 1e-3  # of a gradient's square: less cannot be told from nothing, and R stays finite
 
 
