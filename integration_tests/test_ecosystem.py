@@ -87,6 +87,32 @@ def test_trainer_with_lora_under_attack(tmp_path):
     assert all(event["dropped"] == [3] for event in steps(tmp_path / "lora_log"))
 
 
+def test_trainer_logs_our_metrics(tmp_path):
+    """In Trainer's own history, and in what TensorBoard was given."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = launch(write(tmp_path, "metrics", 2, {"f": 1}), tmp_path / "out", "--metrics")
+    assert "error" not in result, result["error"]
+    assert {"loss", "byzantine/kept", "byzantine/suspect", "byzantine/e_value/3"} <= set(result["logged"])
+    found = set()
+    for file in tmp_path.rglob("events.out.tfevents*"):
+        accumulator = EventAccumulator(str(file.parent))
+        accumulator.Reload()
+        found |= set(accumulator.Tags()["scalars"])
+    assert any(tag.endswith("byzantine/kept") for tag in found), found
+
+
+def test_trainer_with_tensor_parallelism(tmp_path):
+    """Four ranks, two of them a replica: with the mean as the rule, what stock DeepSpeed does."""
+    cut = {"tensor_parallel": {"autotp_size": 2}}
+    stock = launch(write(tmp_path, "stock", 1, None, **cut), tmp_path / "stock")
+    assert "error" not in stock, stock["error"]
+    result = launch(write(tmp_path, "cut", 1, {"rule": "mean", "f": 0}, **cut), tmp_path / "out")
+    assert result.get("losses") == pytest.approx(stock["losses"], abs=2e-4), result.get("error")
+    run = json.loads((tmp_path / "cut_log" / "events.jsonl").read_text().splitlines()[0])
+    assert run["ranks"] == {"0": [0, 1], "1": [2, 3]}
+
+
 def test_a_bad_section_ends_the_launch_with_its_message(tmp_path):
     result = launch(write(tmp_path, "bad", 2, {"rule": "krum", "f": 2}), tmp_path / "out")
     assert result["code"] != 0

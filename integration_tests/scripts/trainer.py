@@ -14,8 +14,10 @@ parser.add_argument("--out", required=True)
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--lora", action="store_true")
 parser.add_argument("--resume", action="store_true")
+parser.add_argument("--metrics", action="store_true")  # the one option for which the script has to know ds_byzantine
 parser.add_argument("--local_rank", type=int, default=0)
 args = parser.parse_args()
+os.environ["TENSORBOARD_LOGGING_DIR"] = f"{args.out}/board"
 
 
 class Rows(torch.utils.data.Dataset):
@@ -40,7 +42,7 @@ training = TrainingArguments(
     logging_nan_inf_filter=False,
     save_strategy="steps",
     save_steps=3,
-    report_to=[],
+    report_to=["tensorboard"] if args.metrics else [],
     use_cpu=True,
     disable_tqdm=True,
     seed=3,
@@ -53,10 +55,16 @@ if args.lora:
 
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 trainer = Trainer(model, training, train_dataset=Rows(), eval_dataset=Rows())
+if args.metrics:
+    from ds_byzantine.adapters.hf import ByzantineCallback
+
+    ByzantineCallback.attach(trainer)
 trainer.train(resume_from_checkpoint=args.resume)
 final = trainer.evaluate()["eval_loss"]
 if training.process_index == 0:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    print("RESULT" + json.dumps({"losses": losses, "final": final, "steps": trainer.state.global_step}))
+    names = sorted({name for entry in trainer.state.log_history for name in entry})
+    found = {"losses": losses, "final": final, "steps": trainer.state.global_step, "logged": names}
+    print("RESULT" + json.dumps(found))
 sys.stdout.flush()
 os._exit(0)  # gloo aborts now and then in the interpreter's exit
