@@ -72,6 +72,7 @@ bench: $(DEPS)
 	$(PY) -m benchmarks.training_step
 	$(PY) -m benchmarks.rules_table
 	$(PY) -m benchmarks.numerics
+	$(PY) -m benchmarks.detection
 	$(PY) -m benchmarks.import_time
 
 report: $(DEPS)

@@ -1,0 +1,68 @@
+"""`ds-byzantine drill` through its real entry point: real ranks, real training, results that are not made twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from world import environment
+
+pytestmark = pytest.mark.launch
+COMMAND = str(Path(sys.executable).parent / "ds-byzantine")
+
+
+def drill(*arguments: str, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, "drill", *arguments], env=environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def test_one_attack(tmp_path):
+    """The mean breaks, the rule holds and names the bad replica; the same command again launches nothing."""
+    spec = tmp_path / "loud.json"
+    spec.write_text(json.dumps({"name": "sign_flip", "factor": 20.0, "start": 2}))
+    arguments = [str(spec), "-n", "5", "--steps", "30", "--out", str(tmp_path / "out"), "--json"]
+    done = drill(*arguments)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, found
+    mean, rule = found["cells"]
+    assert (mean["rule"], rule["rule"]) == ("mean", "centered_clip")
+    assert not mean["held"]
+    assert rule["held"]
+    assert rule["named_at"] is not None
+    assert rule["wrong"] == []
+    (tmp_path / "out" / "launch.log").unlink()
+    again = drill(*arguments)
+    assert json.loads(again.stdout) == found
+    assert not (tmp_path / "out" / "launch.log").exists()
+    shown = drill(*[one for one in arguments if one != "--json"])
+    assert "centered_clip held against sign_flip" in shown.stdout
+
+
+def test_a_rule_that_does_not_hold_fails(tmp_path):
+    done = drill("scale", "-n", "4", "--steps", "6", "--rule", "mean", "--out", str(tmp_path), "--json")
+    assert done.returncode == 0, "the mean is the comparison; it is not judged"
+    done = drill("alie_search", "-n", "3", "-f", "1", "--steps", "40", "--rule", "cge", "--out", str(tmp_path / "b"))
+    assert done.returncode in (0, 1)
+    assert ("FAIL cge" in done.stdout) == (done.returncode == 1)
+
+
+def test_all_attacks(tmp_path):
+    out = tmp_path / "matrix"
+    done = drill("all", "-n", "4", "--steps", "2", "--rule", "median", "--out", str(out), "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads(done.stdout)["cells"]
+    assert {cell["rule"] for cell in cells} == {"mean", "median"}
+    assert {"bit_flip", "stale", "lazy_copy", "min_max"} <= {cell["attack"] for cell in cells}
+    assert len((out / "matrix.md").read_text().splitlines()) == 2 + len(cells) // 2
+    assert "<table>" in (out / "matrix.html").read_text()
+
+
+@pytest.mark.parametrize(("name", "words"), [("sign_flop", "no attack is called"), ("label_flip", "flip_labels")])
+def test_what_is_no_drill(name, words, tmp_path):
+    done = drill(name, "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert words in done.stderr
