@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ds_byzantine.cli.check_installed import Finding
+from ds_byzantine.cli.ranks import started, tail
 
 WORKER = "ds_byzantine.cli.check_worker"
 
@@ -92,74 +88,10 @@ def _recorded(log: Path) -> bool:
 
 def _launch(ranks: int, timeout: float, stages: Sequence[int], folder: Path) -> str:
     """Run the ranks to their end. Returns what went wrong, or nothing."""
-    port = _free_port()
     log = folder / "output.txt"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            _command(ranks, port, stages, folder),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env=_environment(ranks),
-            start_new_session=True,
-        )
+    with started(WORKER, [str(folder), ",".join(map(str, stages))], ranks, log) as process:
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            return f"not done after {timeout:.0f} s and killed. {_tail(log)}"
-        finally:
-            _end(process)
-            for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-                left.unlink(missing_ok=True)
-    return "" if code == 0 else f"the ranks failed with exit code {code}. {_tail(log)}"
-
-
-def _command(ranks: int, port: int, stages: Sequence[int], folder: Path) -> list[str]:
-    """The `deepspeed` launcher; torchrun where it is missing."""
-    arguments = [str(folder), ",".join(map(str, stages))]
-    launcher = shutil.which("deepspeed", path=os.pathsep.join([_bin(), os.environ.get("PATH", "")]))
-    if launcher is not None:
-        options = [f"--num_gpus={ranks}", f"--master_port={port}", f"--hostfile={folder / 'none'}", "--module"]
-        return [launcher, *options, WORKER, *arguments]
-    options = [f"--nproc_per_node={ranks}", f"--master_port={port}", "-m"]
-    return [sys.executable, "-m", "torch.distributed.run", *options, WORKER, *arguments]
-
-
-def _environment(ranks: int) -> dict[str, str]:
-    env = {**os.environ, "PATH": os.pathsep.join([_bin(), os.environ.get("PATH", "")])}
-    env.setdefault("OMP_NUM_THREADS", "1")
-    import torch
-
-    if torch.cuda.device_count() < ranks and not torch.xpu.device_count():
-        env["DS_ACCELERATOR"] = "cpu"
-    return env
-
-
-def _bin() -> str:
-    return str(Path(sys.executable).parent)
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def _tail(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return "Last lines:\n" + "\n".join(lines[-12:]) if lines else "They printed nothing."
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher and all that it started."""
-    for sign, wait in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        end = time.monotonic() + wait
-        try:
-            os.killpg(process.pid, sign)
-            while time.monotonic() < end:
-                process.poll()
-                os.killpg(process.pid, 0)
-                time.sleep(0.1)
-        except (ProcessLookupError, PermissionError):
-            break
-    process.wait()
+            return f"not done after {timeout:.0f} s and killed. {tail(log)}"
+    return "" if code == 0 else f"the ranks failed with exit code {code}. {tail(log)}"

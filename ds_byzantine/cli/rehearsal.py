@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_byzantine.attacks.catalog import ATTACKS
+from ds_byzantine.cli.ranks import started
 from ds_byzantine.errors import ByzantineError, HostStateError
 from ds_byzantine.plan import rules_that_fit
 
@@ -98,28 +94,36 @@ def run_world(
     table = out / "table.json"
     table.write_text(json.dumps(list(runs)), encoding="utf-8")
     log = out / "launch.log"
-    command = [*_launcher(n), "--module", "ds_byzantine.cli.rehearsal_job", str(table), str(out)]
     names = [str(run["name"]) for run in runs]
-    if all((out / f"{name}.json").exists() for name in names):
+
+    def done() -> int:
+        return sum(made(out, run) for run in runs)
+
+    if done() == len(runs):
         return _results(out, names)
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, env=_environment(), stdout=file, stderr=file, start_new_session=True)
+    with started("ds_byzantine.cli.rehearsal_job", [str(table), str(out)], n, log) as process:
         end = time.monotonic() + timeout
         while process.poll() is None and time.monotonic() < end:
-            progress(sum((out / f"{name}.json").exists() for name in names), len(names))
+            progress(done(), len(runs))
             time.sleep(0.5)
         late = process.poll() is None
-        if late:
-            os.killpg(process.pid, 9)
-            process.wait()
-    missing = [name for name in names if not (out / f"{name}.json").exists()]
+    missing = len(runs) - done()
     if missing:
         why = f"were stopped after {timeout:.0f} s" if late else f"ended with exit code {process.returncode}"
         raise HostStateError(
-            f"drill: the ranks {why} with {len(missing)} of {len(names)} runs to go; their output is in {log}. The "
+            f"drill: the ranks {why} with {missing} of {len(runs)} runs to go; their output is in {log}. The "
             "same command goes on from there."
         )
     return _results(out, names)
+
+
+def made(out: Path, run: Mapping[str, Any]) -> bool:
+    """Whether the result of exactly this run lies in `out`."""
+    path = out / f"{run['name']}.json"
+    if not path.exists():
+        return False
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return all(found.get(key) == value for key, value in run.items())
 
 
 def cells(results: Mapping[str, Mapping[str, Any]], n: int) -> list[Cell]:
@@ -164,27 +168,6 @@ def _label(drill: Any) -> str:
     if isinstance(drill, str):
         return Path(drill).stem if drill.endswith(".json") else drill
     return str(drill.get("name", "drill"))
-
-
-def _launcher(n: int) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    beside = Path(sys.executable).parent / "deepspeed"
-    found = str(beside) if beside.exists() else shutil.which("deepspeed")
-    if found is None:
-        raise HostStateError("drill: the `deepspeed` launcher is not on the PATH. Install deepspeed here.")
-    return [found, "--num_gpus", str(n), "--master_port", port]
-
-
-def _environment() -> dict[str, str]:
-    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
-    accelerator = {} if "DS_ACCELERATOR" in os.environ or _has_gpu() else {"DS_ACCELERATOR": "cpu"}
-    return {**quiet, **os.environ, **accelerator}
-
-
-def _has_gpu() -> bool:
-    return shutil.which("nvidia-smi") is not None
 
 
 # -- all attacks on all rules ------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_byzantine.cli.rehearsal import made
+
 LENGTH, VOCABULARY, BATCH = 24, 96, 4
 
 
@@ -30,7 +32,7 @@ def main(table: str, out: str) -> None:
     text = _text()
     for run in json.loads(Path(table).read_text(encoding="utf-8")):
         path = Path(out) / f"{run['name']}.json"
-        if _known(path):
+        if _known(Path(out), run):
             continue
         found = rehearse(run, text, Path(out) / "events" / run["name"])
         if dist.get_rank() == 0:
@@ -107,11 +109,11 @@ def _named(events: Path) -> list[list[Any]]:
     return [[e["step"], e["replica"], e["evidence"]] for e in found if e["kind"] == "verdict"]
 
 
-def _known(path: Path) -> bool:
+def _known(out: Path, run: dict[str, Any]) -> bool:
     """Whether the first rank has the result of a run already."""
     from deepspeed.accelerator import get_accelerator
 
-    flag = torch.tensor([int(path.exists())], device=get_accelerator().current_device_name())
+    flag = torch.tensor([int(made(out, run))], device=get_accelerator().current_device_name())
     dist.broadcast(flag, 0)
     return bool(flag.item())
 

@@ -1,0 +1,92 @@
+"""Start ranks on this machine with a module of ours, and end them: shared by the commands that launch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def started(module: str, arguments: Sequence[str], ranks: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Real ranks that run a module, until the block is left in whatever way; then nothing of them is left behind.
+
+    Args:
+        module: run as `python -m` would, by the `deepspeed` launcher or, where it is missing, by torchrun.
+        arguments: of the module.
+        ranks: processes on this machine.
+        log: takes what they print.
+    """
+    port = _free_port()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            _command(module, arguments, ranks, port, log.parent),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=_environment(ranks),
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            _end(process)
+            for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+                left.unlink(missing_ok=True)
+
+
+def tail(log: Path) -> str:
+    """The last lines that the ranks printed."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return "Last lines:\n" + "\n".join(lines[-12:]) if lines else "They printed nothing."
+
+
+def _command(module: str, arguments: Sequence[str], ranks: int, port: int, folder: Path) -> list[str]:
+    launcher = shutil.which("deepspeed", path=os.pathsep.join([_bin(), os.environ.get("PATH", "")]))
+    if launcher is not None:
+        options = [f"--num_gpus={ranks}", f"--master_port={port}", f"--hostfile={folder / 'none'}", "--module"]
+        return [launcher, *options, module, *arguments]
+    options = [f"--nproc_per_node={ranks}", f"--master_port={port}", "-m"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, module, *arguments]
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    env = {**os.environ, "PATH": os.pathsep.join([_bin(), os.environ.get("PATH", "")])}
+    env.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    if torch.cuda.device_count() < ranks and not torch.xpu.device_count():
+        env["DS_ACCELERATOR"] = "cpu"
+    return env
+
+
+def _bin() -> str:
+    return str(Path(sys.executable).parent)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher and all that it started."""
+    for sign, wait in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        end = time.monotonic() + wait
+        try:
+            os.killpg(process.pid, sign)
+            while time.monotonic() < end:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+        except (ProcessLookupError, PermissionError):
+            break
+    process.wait()
