@@ -1,0 +1,84 @@
+"""Rehearsals without ranks: which runs, what their results mean, how the table looks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_byzantine.cli.rehearsal import Cell, cells, every_pair, made, matrix_rows, table_for, write_matrix
+from ds_byzantine.config import parse_section
+from ds_byzantine.errors import ByzantineError
+
+
+def test_the_runs_are_valid_sections() -> None:
+    attacks, rules = every_pair(7)
+    assert "label_flip" not in attacks
+    assert {"median", "krum", "bulyan", "centered_clip"} <= set(rules)
+    runs = table_for(attacks, ["mean", *[r for r in rules if r != "mean"]], 7, 1, steps=3)
+    assert runs[0]["name"] == "clean"
+    assert "section" not in runs[0]
+    assert len({run["name"] for run in runs}) == len(runs)
+    for run in runs[1:]:
+        section = parse_section(run["section"])
+        assert section.f == (0 if section.rule.name == "mean" else 1)
+        assert section.drill is not None
+        assert section.drill.replicas == (6,)
+        assert run["steps"] == 3
+
+
+def test_a_drill_file_keeps_its_own_replicas(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"name": "nan", "replicas": [0]}))
+    [_, run] = table_for([str(file)], ["median"], 5, 1)
+    assert run["section"]["drill"] == {"name": "nan", "replicas": [0]}
+    assert run["name"] == "median-f1-mine"
+    with pytest.raises(ByzantineError, match="no such file"):
+        table_for([str(tmp_path / "other.json")], ["median"], 5, 1)
+
+
+def result(rule: str, loss: float, named: list[list[Any]]) -> dict[str, Any]:
+    drill = {"name": "scale", "replicas": [4]}
+    return {"section": {"rule": rule, "f": 1, "drill": drill}, "bad": 1, "held_out": loss, "named": named}
+
+
+def test_what_results_mean() -> None:
+    found = cells(
+        {
+            "clean": {"held_out": 2.0},
+            "a": result("median", 2.1, [[9, 4, "outlying"]]),
+            "b": result("mean", math.nan, [[3, 1, "outlying"], [5, 4, "outlying"], [6, 0, "duplicate"]]),
+        },
+        5,
+    )
+    good, bad = found
+    assert (good.excess, good.held, good.named, good.wrong) == (pytest.approx(0.05), True, 9, ())
+    assert (bad.held, bad.named, bad.wrong) == (False, 5, (1,))
+
+
+def test_only_exactly_this_run_counts_as_made(tmp_path: Path) -> None:
+    run = {"name": "clean", "steps": 5, "seed": 0}
+    assert not made(tmp_path, run)
+    (tmp_path / "clean.json").write_text(json.dumps({**run, "held_out": 1.0}))
+    assert made(tmp_path, run)
+    assert not made(tmp_path, {**run, "steps": 6})
+
+
+def test_the_matrix(tmp_path: Path) -> None:
+    some = [
+        Cell("median", "scale", 1, 2.0, 2.02, 7, ()),
+        Cell("mean", "scale", 1, 2.0, math.nan, None, (1,)),
+        Cell("mean", "zero", 1, 2.0, 1e9, None, ()),
+    ]
+    rules, rows = matrix_rows(some)
+    assert rules == ["median", "mean"]
+    assert rows == [["scale", "+1% @7", "NaN wrong"], ["zero", "", ">+999%"]]
+    write_matrix(some, tmp_path)
+    assert (tmp_path / "matrix.md").read_text().splitlines()[0] == "| attack | median | mean |"
+    page = (tmp_path / "matrix.html").read_text()
+    assert "hsl(130 " in page
+    assert "hsl(0 " in page
+    assert "{" not in page.split("</style>")[1]
