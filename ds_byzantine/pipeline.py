@@ -147,8 +147,7 @@ class ShardAggregator:
 
     def end_step(self) -> StepEvent:
         """Close the books of one optimizer step; a collective call of a few numbers per replica."""
-        vectors = self._add_up_books()
-        sent = self._bytes_sent()
+        vectors, sent = self._add_up_books(), self.peers.bytes_sent
         event = self.recorder.event(
             self.step,
             vectors,
@@ -199,8 +198,3 @@ class ShardAggregator:
     def _ranks(self, keys: Iterable[tuple[int, int]]) -> dict[tuple[int, int], tuple[tuple[int, ...], ...]]:
         roster = self.peers.roster
         return {key: tuple(roster.ranks_in(*key, replica) for replica in range(roster.n)) for key in keys}
-
-    def _bytes_sent(self) -> int:
-        shared = sum(one.transport.bytes_sent for one in self.peers.shared)
-        others = [self.peers.replica, self.peers.cut.transport if self.peers.cut is not None else None]
-        return sum(part.bytes_sent for part in self.peers.parts) + shared + sum(t.bytes_sent for t in others if t)

@@ -201,6 +201,14 @@ class Peers:
         """Number of replicas."""
         return self.roster.n
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has put on the wire."""
+        others = [one.transport for one in self.shared]
+        others += [self.replica] if self.replica is not None else []
+        others += [self.cut.transport] if self.cut is not None else []
+        return sum(part.bytes_sent for part in self.parts) + sum(one.bytes_sent for one in others)
+
     def shared_as(self, tensor: str) -> str | None:
         """What a bucket of this tensor alone is called (see `Bucket.shared_as`); None if it goes with the others."""
         return tensor if any(one.apart and tensor in one.tensors for one in self.shared) else None
