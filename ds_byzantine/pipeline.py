@@ -9,7 +9,7 @@ the rest for all buckets at once. Buckets of weights that are tied over pipeline
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -154,7 +154,7 @@ class ShardAggregator:
             sent - self._sent_before,
             f=self.aggregator.f,
             measured=self._measured,
-            ranks=self._ranks(vectors),
+            ranks=self.peers.roster.ranks_of,
             left_out=self.left_out,
         )
         self.digests = self.recorder.digests(vectors)
@@ -194,7 +194,3 @@ class ShardAggregator:
             sums = sum_over_ranks(part.transport, tally.own(), self._device)
             tally.take(sums, flags=self.scope == "shard")
         return over_reductions(self.peers, [tally.totals() for tally in tallies], self._device)
-
-    def _ranks(self, keys: Iterable[tuple[int, int]]) -> dict[tuple[int, int], tuple[tuple[int, ...], ...]]:
-        roster = self.peers.roster
-        return {key: tuple(roster.ranks_in(*key, replica) for replica in range(roster.n)) for key in keys}

@@ -388,13 +388,7 @@ STAGES: dict[str, dict] = {
     "z1": {"kind": "pipeline", "stage": 1},
     "z1_tied": {"kind": "pipeline", "stage": 1, "tied": True},
 }
-STAGES_RULES: dict[str, dict] = {
-    "median": {"f": 1, "rule": "median"},
-    "centered_clip": {"f": 1},
-    "caf_gated": {"f": 1, "rule": "caf_gated"},
-    "nnm_trimmed_mean": {"f": 1, "rule": "trimmed_mean", "pre": ["nnm"]},
-    "model": {"f": 1, "rule": "caf_gated", "scope": "model"},
-}
+STAGES_RULES = {rule: TIED_RULES[rule] for rule in TIED_RULES if rule not in ("mean", "shard")}
 
 
 # The same model whole and cut over two tensor ranks.
@@ -406,23 +400,21 @@ SLICES: dict[str, dict] = {
 
 
 def slices(count: int) -> list[dict]:
-    """Every rule on the model cut over so many tensor ranks, on three replicas of which the second shouts."""
-    shouting = {"ranks": list(range(count, 2 * count)), "how": "loss", "factor": 5.0}
-    return [
-        {**job, "module": "parallel_jobs", "name": f"{name}.{rule}", "tensor": count, "bad": shouting, "lr": 0.1}
-        | {"byzantine": dict(section)}
-        for name, job in SLICES.items()
-        for rule, section in STAGES_RULES.items()
-    ]
+    """Every rule on the model cut over so many tensor ranks."""
+    return _shouting(SLICES, list(range(count, 2 * count)), tensor=count)
 
 
 def stages(count: int) -> list[dict]:
-    """Every rule on the model cut into so many stages, on three replicas of which the second shouts."""
-    shouting = {"rank": 1 + 3 * (count - 1), "how": "loss", "factor": 5.0}
+    """Every rule on the model cut into so many stages."""
+    return _shouting(STAGES, [1 + 3 * (count - 1)], stages=count)
+
+
+def _shouting(table: dict[str, dict], ranks: list[int], **cut: int) -> list[dict]:
+    """Three replicas of which the second, whose loss is on these ranks, shouts."""
+    loud = {"module": "parallel_jobs", "bad": {"ranks": ranks, "how": "loss", "factor": 5.0}, "lr": 0.1, **cut}
     return [
-        {**job, "module": "parallel_jobs", "name": f"{name}.{rule}", "stages": count, "bad": shouting, "lr": 0.1}
-        | {"byzantine": dict(section)}
-        for name, job in STAGES.items()
+        {**job, **loud, "name": f"{name}.{rule}", "byzantine": dict(section)}
+        for name, job in table.items()
         for rule, section in STAGES_RULES.items()
     ]
 

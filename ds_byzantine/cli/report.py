@@ -110,6 +110,7 @@ def _follow(run: Path, wanted: Wanted, interval: float) -> Summary | None:
     seen: list[Summary] = []
 
     def look(show: Callable[[Summary], None]) -> None:
+        """Read on, and show what changed, for ever."""
         while True:
             if (reader.path.exists() and reader.poll()) or not seen:
                 seen[:] = [_summary(reader, wanted)]

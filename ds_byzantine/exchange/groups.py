@@ -80,6 +80,12 @@ class Roster:
         """The global ranks of a replica that take part in one reduction."""
         return tuple(r for r in self.replicas[replica] if self.reductions[r][kind] == name)
 
+    @cached_property
+    def ranks_of(self) -> dict[tuple[int, int], tuple[tuple[int, ...], ...]]:
+        """For each reduction, by (kind, name), and each replica: the global ranks that take part."""
+        keys = {key for names in self.reductions for key in enumerate(names)}
+        return {key: tuple(self.ranks_in(*key, replica) for replica in range(self.n)) for key in sorted(keys)}
+
     def members(self, kind: int, name: int) -> tuple[int, ...]:
         """The global ranks of one reduction, ascending."""
         return tuple(r for r, names in enumerate(self.reductions) if names[kind] == name)
