@@ -7,6 +7,7 @@ imported long after this one, so a finder on `sys.meta_path` waits for it; it ho
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ds_byzantine._names import ATTRIBUTE
+from ds_byzantine._names import ATTRIBUTE, REHEARSAL
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
 
@@ -111,7 +112,7 @@ def _wrap(module: ModuleType) -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if self._config._param_dict.get("byzantine") is not None:
+        if self._config._param_dict.get("byzantine") is not None or os.environ.get(REHEARSAL):
             from ds_byzantine.adapters.deepspeed.attach import attach
 
             attachment = attach(self)

@@ -66,3 +66,80 @@ def test_what_is_no_drill(name, words, tmp_path):
     done = drill(name, "--out", str(tmp_path))
     assert done.returncode == 1
     assert words in done.stderr
+
+
+SCRIPT = """
+import sys, torch, deepspeed
+section = {"rule": "median", "f": 1, "on_suspect": "checkpoint_exit", "monitor": {"dir": "nowhere"}}
+config = {
+    "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}, "steps_per_print": 10**9,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "zero_allow_untested_optimizer": True,
+}
+if "--bare" not in sys.argv:
+    config["byzantine"] = section
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.init_distributed(verbose=False)
+if "--nothing" in sys.argv:
+    sys.exit(0)
+torch.manual_seed(0)
+model, truth = torch.nn.Linear(16, 4), torch.nn.Linear(16, 4)
+engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+noise = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+for _ in range(25):
+    x = torch.randn(8, 16, generator=noise)
+    loss = torch.nn.functional.mse_loss(engine(x), truth(x).detach())
+    engine.backward(loss)
+    engine.step()
+if torch.distributed.get_rank() == 0:
+    print("the script ends", sys.argv[1:])
+"""
+
+
+def test_the_users_own_script(tmp_path):
+    """Three launches of an unchanged script: its section's rule holds, the mean does not; it is not cut short."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    spec = tmp_path / "loud.json"
+    spec.write_text(json.dumps({"name": "sign_flip", "factor": 20.0}))
+    out = tmp_path / "out"
+    arguments = [str(spec), "-n", "4", "--script", str(script), "--out", str(out), "--json", "--", "--to", "{run}/x"]
+    done = drill(*arguments)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, found
+    mean, rule = found["cells"]
+    assert (mean["rule"], rule["rule"], rule["f"]) == ("mean", "median", 1)
+    assert not mean["held"]
+    assert rule["held"]
+    assert rule["named_at"] is not None
+    for run in ("clean", "mean", "rule"):
+        assert f"the script ends ['--local_rank=0', '--to', '{out / run}/x']" in (out / run / "launch.log").read_text()
+        assert len((out / run / "events.jsonl").read_text().splitlines()) >= 26
+    assert not (tmp_path / "nowhere").exists()
+    (out / "clean" / "launch.log").unlink()
+    assert json.loads(drill(*arguments).stdout) == found
+    assert not (out / "clean" / "launch.log").exists(), "what is there is not run again"
+
+
+def test_a_script_without_a_section(tmp_path):
+    """The rehearsal brings the section; the rule and f come from the command line."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    asked = [
+        "nan",
+        "-n",
+        "3",
+        "-f",
+        "1",
+        "--rule",
+        "trimmed_mean",
+        "--script",
+        str(script),
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    done = drill(*asked, "--", "--bare")
+    assert done.returncode == 0, done.stderr
+    assert "ok   trimmed_mean held against nan (f=1)" in done.stdout
+    failed = drill("nan", "-n", "2", "--script", str(script), "--out", str(tmp_path / "p"), "--", "--nothing")
+    assert failed.returncode == 1
+    assert "does it call deepspeed.initialize" in failed.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -9,16 +10,18 @@ from typing import Any
 
 import pytest
 
-from ds_byzantine.cli.rehearsal import Cell, cells, every_pair, made, matrix_rows, table_for, write_matrix
+from ds_byzantine.cli import matrix
+from ds_byzantine.cli.rehearsal import Cell, cells, every_attack, every_rule, made, table_for
 from ds_byzantine.config import parse_section
-from ds_byzantine.errors import ByzantineError
+from ds_byzantine.errors import ByzantineError, InfeasibleError
 
 
 def test_the_runs_are_valid_sections() -> None:
-    attacks, rules = every_pair(7)
+    attacks, rules = every_attack(), every_rule(7, [1])
     assert "label_flip" not in attacks
     assert {"median", "krum", "bulyan", "centered_clip"} <= set(rules)
-    runs = table_for(attacks, ["mean", *[r for r in rules if r != "mean"]], 7, 1, steps=3)
+    assert rules[0] == "mean"
+    runs = table_for(attacks, rules, 7, [1], steps=3)
     assert runs[0]["name"] == "clean"
     assert "section" not in runs[0]
     assert len({run["name"] for run in runs}) == len(runs)
@@ -30,14 +33,31 @@ def test_the_runs_are_valid_sections() -> None:
         assert run["steps"] == 3
 
 
+def test_several_numbers_of_bad_replicas() -> None:
+    runs = table_for(["scale"], every_rule(7, [1, 2]), 7, [1, 2], controls=True)
+    tried = {(run["section"]["rule"], run["bad"]) for run in runs[1:]}
+    assert ("bulyan", 1) in tried
+    assert ("bulyan", 2) not in tried
+    assert {run["section"]["drill"]["replicas"][0] for run in runs[1:] if "drill" in run["section"]} == {6, 5}
+    assert {tuple(run["section"].get("pre", ())) for run in runs[1:]} == {(), ("nnm",)}
+    controls = [run for run in runs[1:] if "drill" not in run["section"]]
+    assert len(controls) == len(tried) - 2 + 2 * 3  # nnm stands before rules that also stand alone; not the mean
+    assert len({run["name"] for run in runs}) == len(runs)
+
+
+def test_a_rule_that_cannot_hold_is_refused_before_anything_is_launched() -> None:
+    with pytest.raises(InfeasibleError, match="krum"):
+        table_for(["scale"], ["krum"], 5, [2])
+
+
 def test_a_drill_file_keeps_its_own_replicas(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"name": "nan", "replicas": [0]}))
-    [_, run] = table_for([str(file)], ["median"], 5, 1)
+    [_, run] = table_for([str(file)], ["median"], 5, [1])
     assert run["section"]["drill"] == {"name": "nan", "replicas": [0]}
     assert run["name"] == "median-f1-mine"
     with pytest.raises(ByzantineError, match="no such file"):
-        table_for([str(tmp_path / "other.json")], ["median"], 5, 1)
+        table_for([str(tmp_path / "other.json")], ["median"], 5, [1])
 
 
 def result(rule: str, loss: float, named: list[list[Any]]) -> dict[str, Any]:
@@ -51,8 +71,7 @@ def test_what_results_mean() -> None:
             "clean": {"held_out": 2.0},
             "a": result("median", 2.1, [[9, 4, "outlying"]]),
             "b": result("mean", math.nan, [[3, 1, "outlying"], [5, 4, "outlying"], [6, 0, "duplicate"]]),
-        },
-        5,
+        }
     )
     good, bad = found
     assert (good.excess, good.held, good.named, good.wrong) == (pytest.approx(0.05), True, 9, ())
@@ -73,12 +92,16 @@ def test_the_matrix(tmp_path: Path) -> None:
         Cell("mean", "scale", 1, 2.0, math.nan, None, (1,)),
         Cell("mean", "zero", 1, 2.0, 1e9, None, ()),
     ]
-    rules, rows = matrix_rows(some)
+    rules, rows = matrix.rows_for(some)
     assert rules == ["median", "mean"]
     assert rows == [["scale", "+1% @7", "NaN wrong"], ["zero", "", ">+999%"]]
-    write_matrix(some, tmp_path)
-    assert (tmp_path / "matrix.md").read_text().splitlines()[0] == "| attack | median | mean |"
+    written = matrix.write([*some, Cell("median", "none", 2, 2.0, 1.9, None, ())], tmp_path)
+    tables = (tmp_path / "matrix.md").read_text()
+    assert tables.splitlines()[2] == "| attack | median | mean |"
+    assert "2 bad replicas" in tables
     page = (tmp_path / "matrix.html").read_text()
     assert "hsl(130 " in page
     assert "hsl(0 " in page
     assert "{" not in page.split("</style>")[1]
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert written[-1].read_bytes()[1:4] == b"PNG"

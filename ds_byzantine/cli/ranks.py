@@ -9,29 +9,33 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def started(module: str, arguments: Sequence[str], ranks: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Real ranks that run a module, until the block is left in whatever way; then nothing of them is left behind.
+def started(
+    program: str, arguments: Sequence[str], ranks: int, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Real ranks that run a program, until the block is left in whatever way; then nothing of them is left behind.
 
     Args:
-        module: run as `python -m` would, by the `deepspeed` launcher or, where it is missing, by torchrun.
-        arguments: of the module.
+        program: a module, run as `python -m` would, or a script that ends in .py; by the `deepspeed` launcher or, where
+            it is missing, by torchrun.
+        arguments: of the program.
         ranks: processes on this machine.
         log: takes what they print.
+        environment: variables to add.
     """
     port = _free_port()
     with log.open("w") as out:
         process = subprocess.Popen(
-            _command(module, arguments, ranks, port, log.parent),
+            _command(program, arguments, ranks, port, log.parent),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env=_environment(ranks),
+            env={**_environment(ranks), **(environment or {})},
             start_new_session=True,
         )
         try:
@@ -48,13 +52,14 @@ def tail(log: Path) -> str:
     return "Last lines:\n" + "\n".join(lines[-12:]) if lines else "They printed nothing."
 
 
-def _command(module: str, arguments: Sequence[str], ranks: int, port: int, folder: Path) -> list[str]:
+def _command(program: str, arguments: Sequence[str], ranks: int, port: int, folder: Path) -> list[str]:
+    script = program.endswith(".py")
     launcher = shutil.which("deepspeed", path=os.pathsep.join([_bin(), os.environ.get("PATH", "")]))
     if launcher is not None:
-        options = [f"--num_gpus={ranks}", f"--master_port={port}", f"--hostfile={folder / 'none'}", "--module"]
-        return [launcher, *options, module, *arguments]
-    options = [f"--nproc_per_node={ranks}", f"--master_port={port}", "-m"]
-    return [sys.executable, "-m", "torch.distributed.run", *options, module, *arguments]
+        options = [f"--num_gpus={ranks}", f"--master_port={port}", f"--hostfile={folder / 'none'}"]
+        return [launcher, *options, *([] if script else ["--module"]), program, *arguments]
+    options = [f"--nproc_per_node={ranks}", f"--master_port={port}", *([] if script else ["-m"])]
+    return [sys.executable, "-m", "torch.distributed.run", *options, program, *arguments]
 
 
 def _environment(ranks: int) -> dict[str, str]:

@@ -6,17 +6,18 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from ds_byzantine.attacks.catalog import ATTACKS
 from ds_byzantine.cli.ranks import started
+from ds_byzantine.config import parse_section
 from ds_byzantine.errors import ByzantineError, HostStateError
-from ds_byzantine.plan import rules_that_fit
+from ds_byzantine.plan import plan, rules_that_fit
 
 STEPS, STAGE, RATE, SEED = 40, 2, 0.2, 0
 TOLERANCE = 0.10
+AFTER_NNM = ("geometric_median", "median", "trimmed_mean")
 ASIDE = ("label_flip",)  # a hook for data, not for gradients
 
 Progress = Callable[[int, int], None]
@@ -27,9 +28,11 @@ class Cell:
     """One attack on one rule.
 
     Args:
-        rule, attack, f: what ran.
-        clean: held-out loss of stock DeepSpeed without an attack.
-        loss: held-out loss under attack.
+        rule: names of the pre-aggregations and of the rule, joined by "+".
+        attack: its name; "none" for the rule without an attack.
+        f: bad replicas, and what the rule was told to tolerate (the mean: 0).
+        clean: loss of stock DeepSpeed without an attack.
+        loss: loss under attack.
         named: step in which the bad replica was named; None if it was not.
         wrong: healthy replicas that were named.
     """
@@ -53,29 +56,80 @@ class Cell:
         return self.excess <= TOLERANCE
 
 
-def table_for(drills: Sequence[Any], rules: Sequence[str], n: int, f: int, **options: Any) -> list[dict[str, Any]]:
-    """The runs of a rehearsal: clean, and every rule under every drill. The last replica is bad unless a drill says.
+def table_for(
+    drills: Sequence[Any],
+    rules: Sequence[str],
+    n: int,
+    faulty: Sequence[int],
+    *,
+    controls: bool = False,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """The runs of a rehearsal: clean, and every rule under every drill; bad are the last f replicas unless it says.
 
     Args:
         drills: as the "drill" key of the section takes them.
-        rules: names; "mean" runs with f=0, as the comparison.
-        n, f: replicas and bad ones.
+        rules: names; "nnm+median" is the median after the pre-aggregation nnm; "mean" runs with f=0, as the comparison.
+        n: replicas.
+        faulty: numbers of bad replicas. With more than one of them rules that do not hold for f are left out there.
+        controls: every rule without an attack too.
         options: steps, stage, lr, seed of all runs.
+
+    Raises:
+        InfeasibleError: a rule does not hold for n and f.
     """
     base = {"steps": STEPS, "stage": STAGE, "lr": RATE, "seed": SEED, **options}
     runs: list[dict[str, Any]] = [{**base, "name": "clean"}]
-    for drill in drills:
-        spec = {"name": drill} if isinstance(drill, str) and not drill.endswith(".json") else drill
-        for rule in rules:
-            bad = 0 if rule == "mean" else f
-            section = {"rule": rule, "f": bad, "drill": _on_last(spec, n, max(f, 1))}
-            runs.append({**base, "name": f"{rule}-f{f}-{_label(drill)}", "section": section, "bad": f})
+    for f in faulty:
+        kept = [rule for rule in rules if len(faulty) == 1 or _holds(rule, n, f)]
+        for drill in [*([None] if controls else []), *drills]:
+            for rule in kept:
+                if drill is None and rule == "mean":
+                    continue  # that is the clean run
+                section = {**section_for(rule), "f": 0 if rule == "mean" else f}
+                if drill is not None:
+                    section["drill"] = on_last(spec_of(drill), n, max(f, 1))
+                plan(parse_section(section), n, stage=base["stage"])
+                runs.append({**base, "name": f"{rule}-f{f}-{_label(drill)}", "section": section, "bad": f})
     return runs
 
 
-def every_pair(n: int) -> tuple[list[str], list[str]]:
-    """All attacks, and all rules that hold for n replicas with one bad one."""
-    return [name for name in sorted(ATTACKS) if name not in ASIDE], list(rules_that_fit(n, 1))
+def section_for(rule: str) -> dict[str, Any]:
+    """The keys of the section for "median" or "nnm+median"."""
+    *pre, last = rule.split("+")
+    return {"rule": last, "pre": pre} if pre else {"rule": last}
+
+
+def spec_of(drill: Any) -> dict[str, Any]:
+    """The object behind the name of an attack, a .json file or an object.
+
+    Raises:
+        ByzantineError: no such file.
+    """
+    if not isinstance(drill, str):
+        return dict(drill)
+    if not drill.endswith(".json"):
+        return {"name": drill}
+    path = Path(drill)
+    if not path.is_file():
+        raise ByzantineError(f"drill: no such file: {drill}. Give the name of an attack or an existing JSON file.")
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def on_last(spec: Mapping[str, Any], n: int, count: int) -> dict[str, Any]:
+    """The drill with its bad replicas spelled out: the last `count` of n where it does not say."""
+    return {"replicas": list(range(n - count, n)), **spec}
+
+
+def every_attack() -> list[str]:
+    """Names of the attacks on gradients."""
+    return [name for name in sorted(ATTACKS) if name not in ASIDE]
+
+
+def every_rule(n: int, faulty: Sequence[int]) -> list[str]:
+    """The mean, the rules that hold for n replicas with one of these numbers of bad ones, and nnm before some."""
+    fitting = {rule for f in faulty for rule in rules_that_fit(n, f)} - {"mean"}
+    return ["mean", *sorted(fitting), *(f"nnm+{rule}" for rule in AFTER_NNM)]
 
 
 def run_world(
@@ -126,99 +180,41 @@ def made(out: Path, run: Mapping[str, Any]) -> bool:
     return all(found.get(key) == value for key, value in run.items())
 
 
-def cells(results: Mapping[str, Mapping[str, Any]], n: int) -> list[Cell]:
+def cells(results: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
     """What each attack did to each rule."""
     clean = float(results["clean"]["held_out"])
-    found = []
-    for name, one in results.items():
-        if name == "clean":
-            continue
-        section = one["section"]
-        bad = set(section["drill"]["replicas"])
-        steps = [step for step, replica, _ in one["named"] if replica in bad]
-        wrong = tuple(replica for _, replica, kind in one["named"] if replica not in bad and kind != "duplicate")
-        found.append(
-            Cell(
-                section["rule"],
-                section["drill"]["name"],
-                int(one["bad"]),
-                clean,
-                float(one["held_out"]),
-                min(steps) if steps else None,
-                wrong,
-            )
-        )
-    return found
+    return [_cell(one, clean) for name, one in results.items() if name != "clean"]
+
+
+def judged(named: Sequence[Sequence[Any]], bad: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
+    """From [step, replica, evidence] of all verdicts: when a bad replica was named, and which healthy ones were.
+
+    A copy and its original are both named, for the rows cannot say which is which.
+    """
+    steps = [step for step, replica, _ in named if replica in bad]
+    wrong = tuple(replica for _, replica, kind in named if replica not in bad and kind != "duplicate")
+    return min(steps) if steps else None, wrong
+
+
+def _cell(found: Mapping[str, Any], clean: float) -> Cell:
+    section = found["section"]
+    drill = section.get("drill") or {"name": "none", "replicas": []}
+    named, wrong = judged(found["named"], drill["replicas"])
+    rule = "+".join([*section.get("pre", []), section["rule"]])
+    return Cell(rule, drill["name"], int(found["bad"]), clean, float(found["held_out"]), named, wrong)
 
 
 def _results(out: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {name: json.loads((out / f"{name}.json").read_text(encoding="utf-8")) for name in names}
 
 
-def _on_last(spec: Any, n: int, count: int) -> dict[str, Any]:
-    if isinstance(spec, str):
-        path = Path(spec)
-        if not path.is_file():
-            raise ByzantineError(f"drill: no such file: {spec}. Give the name of an attack or an existing JSON file.")
-        spec = json.loads(path.read_text(encoding="utf-8"))
-    return {"replicas": list(range(n - count, n)), **spec}
+def _holds(rule: str, n: int, f: int) -> bool:
+    return rule == "mean" or rule.split("+")[-1] in rules_that_fit(n, f)
 
 
 def _label(drill: Any) -> str:
+    if drill is None:
+        return "none"
     if isinstance(drill, str):
         return Path(drill).stem if drill.endswith(".json") else drill
     return str(drill.get("name", "drill"))
-
-
-# -- all attacks on all rules ------------------------------------------------------------------------------------------
-
-
-def matrix_rows(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """The names of the rules, and one row of words per attack."""
-    rules = list(dict.fromkeys(cell.rule for cell in cells))
-    attacks = list(dict.fromkeys(cell.attack for cell in cells))
-    found = {(cell.attack, cell.rule): cell for cell in cells}
-    return rules, [[attack, *(_words(found.get((attack, rule))) for rule in rules)] for attack in attacks]
-
-
-def write_matrix(cells: Sequence[Cell], out: Path) -> None:
-    """matrix.md and matrix.html (a heat map) in `out`."""
-    rules, rows = matrix_rows(cells)
-    lines = [f"| attack | {' | '.join(rules)} |", "|---" * (len(rules) + 1) + "|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    (out / "matrix.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    found = {(cell.attack, cell.rule): cell for cell in cells}
-    head = "".join(f"<th>{escape(rule)}</th>" for rule in rules)
-    body = "".join(
-        f"<tr><th>{escape(row[0])}</th>"
-        + "".join(
-            f'<td style="background:{_color(found.get((row[0], rule)))}">{escape(text)}</td>'
-            for rule, text in zip(rules, row[1:], strict=True)
-        )
-        + "</tr>"
-        for row in rows
-    )
-    (out / "matrix.html").write_text(PAGE.format(head=head, body=body), encoding="utf-8")
-
-
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Rules against attacks</title>
-<meta name="viewport" content="width=device-width">
-<style>body{{font:14px system-ui,sans-serif;margin:2rem;color:#1c1c1c;background:#fff}}
-div{{overflow-x:auto}}td,th{{padding:.3rem .6rem;text-align:right;white-space:nowrap}}th{{font-weight:600}}
-</style><h1>Rules against attacks</h1><p>Held-out loss over that of the clean run; @ the step in which the bad one was
-named. Green: within 2%; red: 50% and more, or not a number.</p><div><table><tr><th></th>{head}</tr>{body}</table></div>
-"""
-
-
-def _words(cell: Cell | None) -> str:
-    if cell is None:
-        return ""
-    size = f"{cell.excess:+.0%}" if abs(cell.excess) < 10 else ("NaN" if cell.loss != cell.loss else ">+999%")
-    return size + (f" @{cell.named}" if cell.named is not None else "") + (" wrong" if cell.wrong else "")
-
-
-def _color(cell: Cell | None) -> str:
-    if cell is None:
-        return "transparent"
-    share = 1.0 if not cell.excess < 0.5 else max(0.0, (cell.excess - 0.02) / 0.48)
-    return f"hsl({round(130 * (1 - share))} 60% 82%)"

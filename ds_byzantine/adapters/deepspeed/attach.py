@@ -21,6 +21,7 @@ from ds_byzantine.adapters.deepspeed.zero3 import Zero3
 from ds_byzantine.adapters.deepspeed.zero12 import Zero12
 from ds_byzantine.config import ByzantineConfig, parse_section
 from ds_byzantine.drills.injector import Injector
+from ds_byzantine.drills.rehearsed import rehearsed
 from ds_byzantine.errors import ConfigError, UnsupportedHostError
 from ds_byzantine.exchange.all_to_all import gather_rows
 from ds_byzantine.exchange.groups import Peers
@@ -72,8 +73,8 @@ class Attachment:
 
 
 def section_of(engine: Any) -> Any:
-    """The raw "byzantine" section of an engine's config, or None."""
-    return engine._config._param_dict.get(SECTION)
+    """The raw "byzantine" section of an engine's config, or None; in a rehearsal, that of the rehearsal."""
+    return rehearsed(engine._config._param_dict.get(SECTION))
 
 
 def attach(engine: Any) -> Attachment | None:
