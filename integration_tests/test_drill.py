@@ -72,8 +72,8 @@ SCRIPT = """
 import sys, torch, deepspeed
 section = {"rule": "median", "f": 1, "on_suspect": "checkpoint_exit", "monitor": {"dir": "nowhere"}}
 config = {
-    "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}, "steps_per_print": 10**9,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "zero_allow_untested_optimizer": True,
+    "train_micro_batch_size_per_gpu": 64, "zero_optimization": {"stage": 2}, "steps_per_print": 10**9,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.2}}, "zero_allow_untested_optimizer": True,
 }
 if "--bare" not in sys.argv:
     config["byzantine"] = section
@@ -86,8 +86,8 @@ model, truth = torch.nn.Linear(16, 4), torch.nn.Linear(16, 4)
 engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 noise = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
 for _ in range(25):
-    x = torch.randn(8, 16, generator=noise)
-    loss = torch.nn.functional.mse_loss(engine(x), truth(x).detach())
+    x = torch.randn(64, 16, generator=noise)
+    loss = torch.nn.functional.mse_loss(engine(x), truth(x).detach() + torch.randn(64, 4, generator=noise))
     engine.backward(loss)
     engine.step()
 if torch.distributed.get_rank() == 0:

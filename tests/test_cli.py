@@ -172,6 +172,16 @@ def fine_reason(*arguments: str) -> str:
     return str(json.loads(ended.stdout)["reason"])
 
 
+@pytest.mark.parametrize(("option", "word"), [("--sp", "sequence"), ("--ep", "expert")])
+def test_plan_where_ranks_of_a_replica_are_averaged_first(option: str, word: str, tmp_path: Path) -> None:
+    path = config(tmp_path, {}, zero_optimization={"stage": 2})
+    found = fine("plan", path, "-n", "12", option, "2", "--params", "1B")
+    made = plan(parse_section({}), 6, stage=2, numel=10**9, ranks=12)
+    assert (found["replicas"], found["bytes_sent_per_rank"]) == (6, made.bytes_sent_per_rank)
+    assert found["host"] == f"ZeRO-2, {word} 2 in a replica"
+    assert "never examined" in fine_reason("plan", path, "-n", "24", option, "2", "--tp", "2")
+
+
 def test_plan_with_hosts_as_replicas(tmp_path: Path) -> None:
     path = config(tmp_path, {"fault_domain": "node"}, zero_optimization={"stage": 2})
     found = fine("plan", path, "-n", "32", "--gpus-per-node", "4", "--params", "1B")
@@ -207,10 +217,10 @@ def test_no_parameters(text: str) -> None:
     ],
 )
 def test_what_a_deepspeed_json_says_of_a_job(raw: dict[str, Any], expected: tuple[int, int, bool]) -> None:
-    job = job_of(raw, params=None, tp=1, pp=1, node_size=None)
+    job = job_of(raw, params=None)
     assert (job.stage, job.dtype_bytes, job.everyone) == expected
     with pytest.raises(ConfigError, match=r"zero_optimization.stage"):
-        job_of({"zero_optimization": {"stage": "two"}}, params=None, tp=1, pp=1, node_size=None)
+        job_of({"zero_optimization": {"stage": "two"}}, params=None)
 
 
 # -- config ------------------------------------------------------------------------------------------------------------

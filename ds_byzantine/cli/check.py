@@ -62,7 +62,7 @@ def _stages(file: Path | None) -> tuple[int, ...]:
     from ds_byzantine.errors import ByzantineError
 
     try:
-        return (job_of(read_json(file), params=None, tp=1, pp=1, node_size=None).stage,)
+        return (job_of(read_json(file), params=None).stage,)
     except ByzantineError:  # reported as a finding
         return (0, 1, 2, 3)
 

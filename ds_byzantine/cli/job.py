@@ -27,7 +27,8 @@ class Job:
         accumulation: micro-steps in an optimizer step.
         everyone: BF16_Optimizer, which needs the whole average on all ranks.
         params: of one copy of the model; None if not given.
-        tp, pp: tensor and pipeline ranks of a replica.
+        tp, pp: tensor and pipeline ranks of a replica; they hold different parameters.
+        sp, ep: sequence and expert ranks of a replica; their gradients are averaged before the rule.
         node_size: ranks of a host; None where hosts do not matter.
         assumed: what the JSON leaves open, and what was taken instead.
     """
@@ -40,13 +41,16 @@ class Job:
     params: int | None = None
     tp: int = 1
     pp: int = 1
+    sp: int = 1
+    ep: int = 1
     node_size: int | None = None
     assumed: tuple[str, ...] = ()
 
     @property
     def within(self) -> str:
         """What a replica consists of, as the plug-in says it at start."""
-        words = [f"{name} {size}" for name, size in (("pipeline", self.pp), ("tensor", self.tp)) if size > 1]
+        sizes = {"pipeline": self.pp, "tensor": self.tp, "sequence": self.sp, "expert": self.ep}
+        words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         return " x ".join(words + (["node"] if self.node_size else []))
 
     @property
@@ -54,19 +58,29 @@ class Job:
         """Gradient elements that one rank reduces."""
         return None if self.params is None else -(-self.params // (self.tp * self.pp))
 
+    @property
+    def block(self) -> int:
+        """Ranks that fail as one."""
+        return max(self.tp * self.pp * self.sp * self.ep, self.node_size or 1)
+
+    def fits(self, world_size: int) -> bool:
+        """Whether so many ranks make whole replicas."""
+        return world_size % (self.tp * self.pp * self.sp * self.ep) == 0 and world_size % (self.node_size or 1) == 0
+
     def replicas(self, world_size: int) -> int:
         """n of a job of so many ranks.
 
         Raises:
             ConfigError: the ranks do not make whole replicas.
         """
-        for size, what in ((self.tp * self.pp, "tp x pp"), (self.node_size or 1, "ranks of a host")):
+        model = self.tp * self.pp * self.sp * self.ep
+        for size, what in ((model, "tp x pp x sp x ep"), (self.node_size or 1, "ranks of a host")):
             if world_size % size:
                 raise ConfigError(
                     f"{world_size} ranks are no multiple of {size} ({what}), so they do not make whole replicas. "
                     f"Use {max(1, world_size // size) * size} or {-(-world_size // size) * size} ranks."
                 )
-        return world_size // max(self.tp * self.pp, self.node_size or 1)
+        return world_size // self.block
 
     def plan(self, section: ByzantineConfig, world_size: int) -> Plan:
         """What the plug-in would do in a job of so many ranks.
@@ -79,10 +93,15 @@ class Job:
                 f"zero_optimization.stage: DeepSpeed's pipeline runs with ZeRO 0 or 1 only; this is {self.stage}. "
                 "Use stage 1, or no pipeline."
             )
-        n = self.replicas(world_size)
+        kinds = [self.sp > 1, self.ep > 1, self.tp * self.pp > 1]
+        if sum(kinds) > 1:
+            raise InfeasibleError(
+                f"{self.within}: sequence or expert parallelism with another kind was never examined and is refused. "
+                "Use one of them."
+            )
         return plan(
             section,
-            n,
+            self.replicas(world_size),
             stage=self.stage,
             numel=self.numel,
             dtype_bytes=self.dtype_bytes,
@@ -114,8 +133,17 @@ class Job:
         return round(each * self.numel)
 
 
-def job_of(config: Mapping[str, Any], *, params: int | None, tp: int, pp: int, node_size: int | None) -> Job:
-    """Read a DeepSpeed JSON.
+def job_of(
+    config: Mapping[str, Any],
+    *,
+    params: int | None,
+    tp: int = 1,
+    pp: int = 1,
+    sp: int = 1,
+    ep: int = 1,
+    node_size: int | None = None,
+) -> Job:
+    """Read a DeepSpeed JSON; what it does not say is given beside it, as `Job` has it.
 
     Raises:
         ConfigError: a value is of the wrong kind.
@@ -127,6 +155,8 @@ def job_of(config: Mapping[str, Any], *, params: int | None, tp: int, pp: int, n
         raise ConfigError(f"zero_optimization.stage: got {stage}, but there are only the stages 0 to 3.")
     auto_tp = _int(_part(config, "tensor_parallel"), "autotp_size", 1, "tensor_parallel.autotp_size", assumed)
     dtype_bytes = _dtype_bytes(config, assumed)
+    if ep > 1:
+        assumed.append("experts counted like dense parameters; fewer ranks reduce them, so they cost less")
     accumulated = _part(config, "data_types").get("grad_accum_dtype")
     return Job(
         stage=stage,
@@ -137,6 +167,8 @@ def job_of(config: Mapping[str, Any], *, params: int | None, tp: int, pp: int, n
         params=params,
         tp=max(tp, auto_tp),
         pp=pp,
+        sp=max(sp, _int(config, "sequence_parallel_size", 1, "sequence_parallel_size", assumed)),
+        ep=ep,
         node_size=node_size,
         assumed=tuple(assumed),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,8 @@ def command(
     params: Annotated[str | None, typer.Option(help="Parameters of the model: 7B, 135M, 1.5e9.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of a replica.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of a replica.")] = 1,
+    sp: Annotated[int, typer.Option(min=1, help="Sequence-parallel ranks of a replica.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks of a replica.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=1, help='Ranks of a host, for "fault_domain": "node".')] = 8,
     as_json: Json = False,
 ) -> None:
@@ -33,7 +36,8 @@ def command(
     Says whether it is feasible, the largest f, bytes and memory against stock DeepSpeed, the rules that would fit, and
     the cost at 8 to 1024 ranks. Exit code 1 if it cannot hold.
     """
-    found = describe(file, world_size, params, tp, pp, gpus_per_node)
+    sizes = {"tp": tp, "pp": pp, "sp": sp, "ep": ep}
+    found = describe(file, world_size, params, gpus_per_node, sizes)
     if as_json:
         print_json(found)
     else:
@@ -41,7 +45,9 @@ def command(
     raise typer.Exit(0 if found["ok"] else 1)
 
 
-def describe(file: Path, world_size: int, params: str | None, tp: int, pp: int, gpus_per_node: int) -> dict[str, Any]:
+def describe(
+    file: Path, world_size: int, params: str | None, gpus_per_node: int, sizes: Mapping[str, int]
+) -> dict[str, Any]:
     """All that the command prints.
 
     Raises:
@@ -58,7 +64,7 @@ def describe(file: Path, world_size: int, params: str | None, tp: int, pp: int, 
     raw = read_json(file)
     section = parse_section(section_of(raw, file))
     node_size = gpus_per_node if section.fault_domain == "node" else None
-    job = job_of(raw, params=numel, tp=tp, pp=pp, node_size=node_size)
+    job = job_of(raw, params=numel, node_size=node_size, **sizes)
     n = job.replicas(world_size)
     here = _row(job, section, world_size)
     warnings = list(here.pop("warnings"))
@@ -85,7 +91,7 @@ def _scaling(job: Job, section: ByzantineConfig) -> list[dict[str, Any]]:
     plain = section.model_copy(update={"drill": None})
     rows = []
     for size in SIZES:
-        if size % (job.tp * job.pp) == 0 and size % (job.node_size or 1) == 0:
+        if job.fits(size):
             row = _row(job, plain, size)
             row.pop("warnings")
             rows.append(row)
