@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_byzantine.rules.sorting import block_columns, mean_of_rows, median_of_rows, network, sorted_rows
+from ds_byzantine.rules.network import network
+from ds_byzantine.rules.sorting import block_columns, mean_of_rows, median_of_rows, sorted_rows
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

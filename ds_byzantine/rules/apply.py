@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_byzantine.errors import InfeasibleError
-from ds_byzantine.rules import base
+from ds_byzantine.rules import base, native
 from ds_byzantine.rules.base import Rule
 from ds_byzantine.rules.catalog import Kind
 from ds_byzantine.rules.geometry import Geometry
@@ -109,6 +109,9 @@ class Aggregator:
         """
         if points_KE is not None:
             points_KE = points_KE.to(rows_ND.device, compute_dtype(rows_ND.dtype))
+        elif self.rule.any_rows and out_D.dtype == rows_ND.dtype and native.ready(rows_ND):
+            out_D.copy_(self.rule.function(rows_ND, self.f, **self.params))
+            return
         start = 0
         with full_float32():
             for block_NB in column_blocks(rows_ND):

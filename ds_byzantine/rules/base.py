@@ -31,21 +31,28 @@ _MODULES = ("coordinate", "krum", "bulyan", "subsets", "spectral", "norms", "geo
 
 @dataclass(frozen=True)
 class Rule:
-    """A catalog entry with its function(s)."""
+    """A catalog entry with its function(s).
+
+    Args:
+        any_rows: the function takes rows of any floating dtype and any width at once, not only blocks of wide floats.
+    """
 
     info: RuleInfo
     function: RuleFunction
     finish: RuleFunction | None = None
+    any_rows: bool = False
 
 
 _FUNCTIONS: dict[tuple[str, bool], Rule] = {}
 
 
-def implements(name: str, *, pre: bool = False, finish: RuleFunction | None = None) -> Callable[[Function], Function]:
+def implements(
+    name: str, *, pre: bool = False, finish: RuleFunction | None = None, any_rows: bool = False
+) -> Callable[[Function], Function]:
     """Decorator: the function below is the built-in rule `name` of the catalog."""
 
     def bind(function: Function) -> Function:
-        _FUNCTIONS[name, pre] = Rule(catalog.lookup(name, pre=pre), function, finish)
+        _FUNCTIONS[name, pre] = Rule(catalog.lookup(name, pre=pre), function, finish, any_rows)
         return function
 
     return bind

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from ds_byzantine.rules.base import implements
-from ds_byzantine.rules.coordinate import mean_nearest
 from ds_byzantine.rules.geometry import Geometry
 from ds_byzantine.rules.krum import scores
-from ds_byzantine.rules.sorting import median_of_rows, sorted_rows
+from ds_byzantine.rules.sorting import mean_nearest
 
 
 def bulyan_finish(rows_KD: Tensor, f: int, *, neighbors: str = "n-f-2") -> Tensor:
@@ -30,8 +29,8 @@ def bulyan_finish(rows_KD: Tensor, f: int, *, neighbors: str = "n-f-2") -> Tenso
     Reference:
         El Mhamdi, Guerraoui, Rouault 2018, section 4.
     """
-    ranks = sorted_rows(rows_KD)
-    return mean_nearest(ranks, median_of_rows(rows_KD), max(len(ranks) - 2 * f, 1))
+    k = len(rows_KD)
+    return mean_nearest(rows_KD, (k - 1) // 2, k // 2 + 1, max(k - 2 * f, 1))
 
 
 @implements("bulyan", finish=bulyan_finish)

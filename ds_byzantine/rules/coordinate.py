@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ds_byzantine.rules.base import implements
-from ds_byzantine.rules.sorting import mean_of_rows, median_of_rows, sorted_rows
+from ds_byzantine.rules.sorting import mean_nearest, mean_of_ranks, median_of_rows
 
 
 @implements("mean")
@@ -29,7 +27,7 @@ def mean(rows_ND: Tensor, f: int) -> Tensor:
     return rows_ND.mean(0)
 
 
-@implements("median")
+@implements("median", any_rows=True)
 def median(rows_ND: Tensor, f: int) -> Tensor:
     """Coordinate-wise median; for even n the mean of the two middle values.
 
@@ -50,7 +48,7 @@ def median(rows_ND: Tensor, f: int) -> Tensor:
     return median_of_rows(rows_ND)
 
 
-@implements("trimmed_mean")
+@implements("trimmed_mean", any_rows=True)
 def trimmed_mean(rows_ND: Tensor, f: int) -> Tensor:
     """Mean of the order statistics that are left without the f smallest and the f largest.
 
@@ -71,10 +69,10 @@ def trimmed_mean(rows_ND: Tensor, f: int) -> Tensor:
         Yin, Chen, Ramchandran, Bartlett 2018, definition 2.
     """
     cut = min(f, (len(rows_ND) - 1) // 2)
-    return mean_of_rows(sorted_rows(rows_ND, cut, len(rows_ND) - cut, ordered=False))
+    return mean_of_ranks(rows_ND, cut, len(rows_ND) - cut)
 
 
-@implements("meamed")
+@implements("meamed", any_rows=True)
 def meamed(rows_ND: Tensor, f: int) -> Tensor:
     """Mean around the median: the mean of the n-f values nearest it. Of two equally near values the lower counts.
 
@@ -92,11 +90,11 @@ def meamed(rows_ND: Tensor, f: int) -> Tensor:
     Reference:
         Xie, Koyejo, Gupta 2018, "Generalized Byzantine-tolerant SGD", definition 8.
     """
-    ranks = sorted_rows(rows_ND)
-    return mean_nearest(ranks, median_of_rows(rows_ND), len(ranks) - f)
+    n = len(rows_ND)
+    return mean_nearest(rows_ND, (n - 1) // 2, n // 2 + 1, n - f)
 
 
-@implements("phocas")
+@implements("phocas", any_rows=True)
 def phocas(rows_ND: Tensor, f: int) -> Tensor:
     """Mean of the n-f values nearest the trimmed mean. Of two equally near values the lower counts.
 
@@ -114,9 +112,9 @@ def phocas(rows_ND: Tensor, f: int) -> Tensor:
     Reference:
         Xie, Koyejo, Gupta 2018, "Phocas", definition 5.
     """
-    ranks = sorted_rows(rows_ND)
-    cut = min(f, (len(ranks) - 1) // 2)
-    return mean_nearest(ranks, mean_of_rows(ranks[cut : len(ranks) - cut]), len(ranks) - f)
+    n = len(rows_ND)
+    cut = min(f, (n - 1) // 2)
+    return mean_nearest(rows_ND, cut, n - cut, n - f)
 
 
 @implements("sign_majority")
@@ -140,29 +138,3 @@ def sign_majority(rows_ND: Tensor, f: int, *, scale: str = "median") -> Tensor:
     """
     sign_D = torch.sign(rows_ND).sum(0).sign_()
     return sign_D if scale == "one" else sign_D.mul_(median_of_rows(rows_ND.abs()))
-
-
-def mean_nearest(ranks: Sequence[Tensor], centre_D: Tensor, keep: int) -> Tensor:
-    """Mean of the `keep` values nearest the centre, coordinate by coordinate.
-
-    The nearest values are neighbours in rank: a window of `keep` ranks that starts at the lowest and moves up one rank
-    as long as the value it gains is strictly nearer than the value it loses (so a tie stays with the lower window).
-
-    Args:
-        ranks: all order statistics, ascending, n rows of [D].
-        centre_D: [D].
-        keep: how many values to average, 1 <= keep <= n.
-
-    Returns:
-        [D].
-
-    Example:
-        >>> mean_nearest([torch.tensor([0.0]), torch.tensor([2.0]), torch.tensor([3.0])], torch.tensor([2.0]), 2)
-        tensor([2.5000])
-    """
-    kept = list(ranks[:keep])
-    for lost in range(len(ranks) - keep):
-        gained_D = ranks[lost + keep]
-        moves_D = centre_D - ranks[lost] > gained_D - centre_D
-        kept[lost % keep] = torch.where(moves_D, gained_D, kept[lost % keep])
-    return mean_of_rows(kept)

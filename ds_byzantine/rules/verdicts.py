@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ds_byzantine.rules import native
 from ds_byzantine.rules.apply import Aggregator
 from ds_byzantine.rules.geometry import Geometry
-from ds_byzantine.rules.gram import column_blocks, finite_rows, partial_basis
+from ds_byzantine.rules.gram import column_blocks, compute_dtype, finite_rows, partial_basis
 from ds_byzantine.types import Piece
 
 
@@ -185,6 +186,8 @@ def _runs(pieces: Sequence[Piece], verdicts: Sequence[Verdict]) -> list[tuple[Pi
 
 def _squared_distances(rows_ND: Tensor, out_D: Tensor) -> Tensor:
     """||x_i - out||^2 in cache-sized blocks, [n] float64 on the CPU."""
+    if native.ready(rows_ND) and out_D.dtype == compute_dtype(rows_ND.dtype):
+        return native.squared_distances(rows_ND, out_D)
     total = torch.zeros(rows_ND.shape[0], dtype=torch.float64, device=rows_ND.device)
     start = 0
     for block_NB in column_blocks(rows_ND):

@@ -1,0 +1,219 @@
+"""ranks.cpp with tensors. The callers have asked `ready` first; shapes and dtypes are those that it lets through."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_byzantine.rules.native.build import Building, library, specialised
+from ds_byzantine.rules.network import network
+
+logger = logging.getLogger("ds_byzantine")
+
+MOST_ROWS = 128
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
+SHARE = 1 << 19  # elements below which another thread does not pay
+MANY = 1 << 26  # elements after which a network is worth a second of the compiler's time
+
+_Result = TypeVar("_Result")
+
+
+def ready(rows_ND: Tensor) -> bool:
+    """Whether the compiled functions take these rows: [n, D] of n <= 128 on the CPU, each row contiguous.
+
+    The first call compiles the library, which takes about a second.
+    """
+    return (
+        rows_ND.device.type == "cpu"
+        and rows_ND.dtype in TYPES
+        and rows_ND.dim() == 2
+        and 0 < rows_ND.shape[0] <= MOST_ROWS
+        and (rows_ND.stride(1) == 1 or rows_ND.shape[1] <= 1)
+        and rows_ND.layout == torch.strided
+        and _checked()
+    )
+
+
+def mean_of_ranks(rows_ND: Tensor, lo: int, hi: int, *, halves: bool = False, keep: int = 0) -> Tensor:
+    """Per coordinate, the mean of the order statistics lo..hi-1, or the mean of the values nearest to it.
+
+    Args:
+        rows_ND: see `ready`.
+        lo, hi: ranks, 0 is the smallest.
+        halves: of two ranks take half of each, which cannot overflow, instead of half their sum.
+        keep: if not 0, the mean of that many values nearest the first mean; see `sorting.mean_nearest`.
+
+    Returns:
+        [D] float32, or float64 for float64 rows.
+    """
+    n, columns = rows_ND.shape
+    out_D = torch.empty(columns, dtype=torch.float64 if rows_ND.dtype == torch.float64 else torch.float32)
+    chosen = _sorter(n, lo, hi, halves, keep)
+    call = chosen.library(n * columns).ds_byzantine_reduce
+
+    def part(start: int, stop: int) -> None:
+        call(*_rows(rows_ND, start, stop), *chosen.job, _at(out_D, start))
+
+    _split(n, columns, part)
+    return out_D
+
+
+def gram(rows_ND: Tensor) -> Tensor:
+    """Inner products of the rows minus their coordinate-wise median, and of the median: [n+1, n+1] float64.
+
+    Products of float32 rows are summed in float32 over 512 columns, then in float64.
+
+    Args:
+        rows_ND: see `ready`.
+    """
+    n, columns = rows_ND.shape
+    chosen = _sorter(n, (n - 1) // 2, n // 2 + 1, True, 0)
+    call = chosen.library(n * columns).ds_byzantine_gram
+
+    def part(start: int, stop: int) -> Tensor:
+        total_EE = torch.zeros(n + 1, n + 1, dtype=torch.float64)
+        call(*_rows(rows_ND, start, stop), *chosen.job, _at(total_EE, 0))
+        return total_EE
+
+    zero_EE = torch.zeros(n + 1, n + 1, dtype=torch.float64)
+    upper_EE = torch.stack([zero_EE, *_split(n, columns, part)]).sum(0).triu_()
+    return upper_EE + upper_EE.triu(1).T
+
+
+def squared_distances(rows_ND: Tensor, centre_D: Tensor) -> Tensor:
+    """||x_i - centre||^2: [n, D] and [D] of the compute dtype -> [n] float64; squares as float32, sums as float64."""
+    n, columns = rows_ND.shape
+    call = _loaded().ds_byzantine_squares
+
+    def part(start: int, stop: int) -> Tensor:
+        sums_N = torch.zeros(n, dtype=torch.float64)
+        call(*_rows(rows_ND, start, stop), _at(centre_D, start), _at(sums_N, 0))
+        return sums_N
+
+    return torch.stack([torch.zeros(n, dtype=torch.float64), *_split(n, columns, part)]).sum(0)
+
+
+def finite(rows_ND: Tensor) -> Tensor:
+    """Which rows have neither NaN nor Inf: bool [n]."""
+    n, columns = rows_ND.shape
+    call = _loaded().ds_byzantine_finite
+
+    def part(start: int, stop: int) -> Tensor:
+        flags_N = torch.ones(n, dtype=torch.bool)
+        call(*_rows(rows_ND, start, stop), _at(flags_N, 0))
+        return flags_N
+
+    return torch.stack([torch.ones(n, dtype=torch.bool), *_split(n, columns, part)]).all(0)
+
+
+def settle() -> None:
+    """Wait for the libraries that are being compiled in the background. For measurements and tests."""
+    for sorter in _sorters.values():
+        sorter.settle()
+
+
+class _Sorter:
+    """One network: at first as a table that the general library reads, in time compiled by itself."""
+
+    def __init__(self, n: int, lo: int, hi: int, halves: bool, keep: int) -> None:
+        self.key = n, lo, hi, halves, keep
+        self.network = network(n, *((0, n, True) if keep else (lo, hi, False)))
+        flat = [int(number) for comparator in self.network for number in comparator]
+        wires = (ctypes.c_int32 * max(1, len(flat)))(*flat)
+        self.job = wires, len(self.network), lo, hi, int(halves), keep
+        self._best = _loaded()
+        self._elements = 0
+        self._building: Building | None = None
+
+    def library(self, elements: int) -> ctypes.CDLL:
+        """The best library there is now, for so many elements more."""
+        before, self._elements = self._elements, self._elements + elements
+        if before < MANY <= self._elements:
+            self._try(lambda: setattr(self, "_building", specialised(*self.key, self.network)))
+        if self._building is not None:
+            self._try(self._look)
+        return self._best
+
+    def settle(self) -> None:
+        """Wait for the compiler."""
+        if self._building is not None:
+            self._try(lambda: self._look(wait=True))
+
+    def _look(self, *, wait: bool = False) -> None:
+        assert self._building is not None
+        found = self._building.library(wait=wait)
+        if found is not None:
+            self._best, self._building = found, None
+
+    def _try(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except OSError as error:
+            self._building = None
+            logger.debug("the network %s is not compiled by itself: %s", self.key, error)
+
+
+_sorters: dict[tuple[int, int, int, bool, int], _Sorter] = {}
+
+
+def _sorter(n: int, lo: int, hi: int, halves: bool, keep: int) -> _Sorter:
+    key = n, lo, hi, halves, keep
+    if key not in _sorters:
+        _sorters[key] = _Sorter(*key)
+    return _sorters[key]
+
+
+def _rows(rows_ND: Tensor, start: int, stop: int) -> tuple[object, ...]:
+    stride = ctypes.c_int64(rows_ND.stride(0))
+    return TYPES[rows_ND.dtype], _at(rows_ND, start), stride, rows_ND.shape[0], ctypes.c_int64(stop - start)
+
+
+def _at(tensor: Tensor, start: int) -> ctypes.c_void_p:
+    """Address of column `start` of the first row."""
+    return ctypes.c_void_p(tensor.data_ptr() + start * tensor.element_size())
+
+
+def _split(n: int, columns: int, part: Callable[[int, int], _Result]) -> list[_Result]:
+    """Run `part` over all columns, in as many threads as PyTorch may use; a foreign call lets go of the GIL.
+
+    The results come in the order of the columns, so that their sum does not depend on who is first.
+    """
+    if columns == 0:
+        return []
+    threads = min(torch.get_num_threads(), n * columns // SHARE)
+    if threads <= 1:
+        return [part(0, columns)]
+    width = -(-columns // threads // 512) * 512
+    bounds = [(start, min(start + width, columns)) for start in range(0, columns, width)]
+    return list(_pool(threads).map(lambda bound: part(*bound), bounds))
+
+
+@lru_cache(maxsize=8)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="ds_byzantine")
+
+
+def _loaded() -> ctypes.CDLL:
+    found = library()
+    assert found is not None  # `ready` was asked
+    return found
+
+
+@lru_cache(maxsize=1)
+def _checked() -> bool:
+    """Whether there is a library, and it finds medians that are known."""
+    if library() is None:
+        return False
+    values_D = torch.arange(130, dtype=torch.float32)
+    rows_ND = torch.stack([values_D + shift for shift in (2.0, -9.0, 1.0, 700.0, 0.0)])
+    if torch.equal(mean_of_ranks(rows_ND, 2, 3), values_D + 1.0):
+        return True
+    logger.warning("ranks.cpp gives wrong medians with this compiler, so it is not used; PyTorch is.")
+    return False

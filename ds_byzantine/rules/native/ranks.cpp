@@ -1,0 +1,331 @@
+// Order statistics over n rows, column by column, by the compare-exchange networks of network.py.
+//
+// One vector of columns of all rows at a time: a comparator is one vector minimum and one maximum. Built in two ways:
+//   as it is                the network is a table that is read while sorting: for any n
+//   with -DROWS=n -DNETWORK=...   the network is straight-line code and the rows stay in registers: for one (n, ranks)
+// Every operation is that of the PyTorch version in sorting.py, in the same order and without contraction, so that all
+// give the same bits. Nothing is needed but GCC's or Clang's vector extensions.
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int MOST = 128;    // rows
+constexpr int BYTES = 64;    // of a vector; also of a cache line
+constexpr int AHEAD = 1024;  // bytes of each row that are fetched before their turn: hardware follows few streams
+
+#define INLINE inline __attribute__((always_inline))
+#ifdef ROWS
+#define UNROLL _Pragma("GCC unroll 128")
+#else
+#define UNROLL
+#endif
+#define UNROLL4 _Pragma("GCC unroll 4")
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+template <typename C>
+struct Vectors;
+template <>
+struct Vectors<float> {
+    typedef float V __attribute__((vector_size(BYTES)));
+    static constexpr int LANES = BYTES / 4;
+};
+template <>
+struct Vectors<double> {
+    typedef double V __attribute__((vector_size(BYTES)));
+    static constexpr int LANES = BYTES / 8;
+};
+
+struct Comparator {  // as network.Comparator
+    int32_t low, high, wants_low, wants_high;
+};
+
+// What is asked for: the mean of the sorted wires lo .. hi-1 (of two with `halves`: half of each) or, if `keep` is not 0,
+// the mean of that many values nearest to it.
+struct Job {
+    int n, lo, hi, halves, keep;
+    const Comparator* network;
+    int comparators;
+};
+
+template <typename V, typename C>
+INLINE V load(const C* from, C) {
+    V out;
+    std::memcpy(&out, from, sizeof(V));
+    return out;
+}
+template <typename V>
+INLINE V load(const BFloat16* from, float) {
+    uint32_t wide[BYTES / 4];
+    for (int k = 0; k < BYTES / 4; ++k) wide[k] = uint32_t(from[k].bits) << 16;
+    V out;
+    std::memcpy(&out, wide, sizeof(V));
+    return out;
+}
+
+template <typename V>
+INLINE void compare(V& a, V& b) {
+    const V x = a, y = b;
+    a = y < x ? y : x;
+    b = y < x ? x : y;
+}
+template <typename V>
+INLINE void lower(V& a, const V& b) {
+    a = b < a ? b : a;
+}
+template <typename V>
+INLINE void raise(const V& a, V& b) {
+    b = b < a ? a : b;
+}
+
+template <typename V>
+INLINE void sort(V* w, const Job& job) {
+#ifdef NETWORK
+#define BOTH(i, j) compare(w[i], w[j]);
+#define LOW(i, j) lower(w[i], w[j]);
+#define HIGH(i, j) raise(w[i], w[j]);
+    NETWORK
+#else
+    for (int c = 0; c < job.comparators; ++c) {
+        const Comparator one = job.network[c];
+        if (one.wants_low && one.wants_high) compare(w[one.low], w[one.high]);
+        else if (one.wants_low) lower(w[one.low], w[one.high]);
+        else raise(w[one.low], w[one.high]);
+    }
+#endif
+}
+
+template <typename V, typename C>
+INLINE V mean(const V* w, int lo, int hi, bool halves, C) {
+    if (hi - lo == 2 && halves) return w[lo] * C(0.5) + w[lo + 1] * C(0.5);
+    V out = w[lo];
+    UNROLL for (int i = lo + 1; i < hi; ++i) out += w[i];
+    return hi - lo > 1 ? out / C(hi - lo) : out;
+}
+
+// The window of `keep` sorted values moves up while the value that it gains is nearer than the one that it loses.
+template <typename V, typename C>
+INLINE V nearest(V* w, const V& centre, const Job& job, C zero) {
+    UNROLL for (int lost = 0; lost < job.n - job.keep; ++lost) {
+        const V loses = w[lost], gains = w[lost + job.keep];
+        V& kept = w[lost % job.keep];
+        kept = centre - loses > gains - centre ? gains : kept;
+    }
+    return mean(w, 0, job.keep, false, zero);
+}
+
+INLINE void fetch(const void* from) {
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + AHEAD));
+}
+
+template <typename T, typename C>
+INLINE typename Vectors<C>::V one_vector(const T* rows, int64_t stride, const Job& job) {
+    typedef typename Vectors<C>::V V;
+#ifdef ROWS
+    V w[ROWS];
+#else
+    V w[MOST];
+#endif
+    UNROLL for (int i = 0; i < job.n; ++i) {
+        fetch(rows + i * stride);
+        w[i] = load<V>(rows + i * stride, C(0));
+    }
+    sort(w, job);
+    const V centre = mean(w, job.lo, job.hi, job.halves, C(0));
+    return job.keep ? nearest(w, centre, job, C(0)) : centre;
+}
+
+// The last columns, in a copy that is as wide as a vector.
+template <typename T, int LANES>
+void pad(const T* rows, int64_t stride, int n, int64_t width, T (*to)[LANES]) {
+    std::memset(to, 0, sizeof(T) * LANES * n);
+    for (int i = 0; i < n; ++i) std::memcpy(to[i], rows + i * stride, sizeof(T) * width);
+}
+
+template <typename T, typename C>
+void reduce(const T* rows, int64_t stride, int64_t columns, const Job job, C* out) {
+    constexpr int LANES = Vectors<C>::LANES;
+    int64_t k = 0;
+    for (; k + LANES <= columns; k += LANES) {
+        const auto found = one_vector<T, C>(rows + k, stride, job);
+        std::memcpy(out + k, &found, BYTES);
+    }
+    if (k < columns) {
+        T last[MOST][LANES];
+        pad(rows + k, stride, job.n, columns - k, last);
+        const auto found = one_vector<T, C>(last[0], LANES, job);
+        std::memcpy(out + k, &found, sizeof(C) * (columns - k));
+    }
+}
+
+// Rows minus their median, and the median below them.
+template <typename T, typename C>
+void centre(const T* rows, int64_t stride, int64_t columns, const Job job, C* out, int64_t out_stride) {
+    typedef typename Vectors<C>::V V;
+    constexpr int LANES = Vectors<C>::LANES;
+    int64_t k = 0;
+    for (; k + LANES <= columns; k += LANES) {
+        const V median = one_vector<T, C>(rows + k, stride, job);
+        for (int i = 0; i < job.n; ++i) {
+            const V offset = load<V>(rows + i * stride + k, C(0)) - median;
+            std::memcpy(out + i * out_stride + k, &offset, BYTES);
+        }
+        std::memcpy(out + job.n * out_stride + k, &median, BYTES);
+    }
+    if (k < columns) {
+        T last[MOST][LANES];
+        pad(rows + k, stride, job.n, columns - k, last);
+        const V median = one_vector<T, C>(last[0], LANES, job);
+        for (int i = 0; i < job.n; ++i) {
+            const V offset = load<V>(last[i], C(0)) - median;
+            std::memcpy(out + i * out_stride + k, &offset, sizeof(C) * (columns - k));
+        }
+        std::memcpy(out + job.n * out_stride + k, &median, sizeof(C) * (columns - k));
+    }
+}
+
+// The matrix of all inner products of the rows minus their median, and of the median, is summed in float64 over tiles.
+constexpr int TILE = 512;  // columns
+
+#if defined(__GNUC__) && !defined(__clang__)
+#define CONTRACT __attribute__((noinline, optimize("fp-contract=fast")))
+#else
+#define CONTRACT __attribute__((noinline))
+#endif
+
+template <typename C>
+CONTRACT void add_products(const C* tile, int groups, int width, int size, double* total) {
+    typedef typename Vectors<C>::V V;
+    constexpr int LANES = Vectors<C>::LANES;
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#endif
+    for (int p = 0; p < groups; ++p)
+        for (int q = p; q < groups; ++q) {
+            const C *a = tile + 4 * p * TILE, *b = tile + 4 * q * TILE;
+            V sums[4][4] = {};
+            for (int k = 0; k < width; k += LANES) {
+                V x[4], y[4];
+                UNROLL4 for (int i = 0; i < 4; ++i) std::memcpy(&x[i], a + i * TILE + k, BYTES);
+                UNROLL4 for (int i = 0; i < 4; ++i) std::memcpy(&y[i], b + i * TILE + k, BYTES);
+                UNROLL4 for (int i = 0; i < 4; ++i) UNROLL4 for (int j = 0; j < 4; ++j) sums[i][j] += x[i] * y[j];
+            }
+            for (int i = 0; i < 4 && 4 * p + i < size; ++i)
+                for (int j = 0; j < 4 && 4 * q + j < size; ++j) {
+                    double sum = 0;
+                    for (int k = 0; k < LANES; ++k) sum += double(sums[i][j][k]);
+                    total[(4 * p + i) * size + 4 * q + j] += sum;
+                }
+        }
+}
+
+template <typename T, typename C>
+void gram(const T* rows, int64_t stride, int64_t columns, const Job job, double* total) {
+    const int size = job.n + 1, groups = (size + 3) / 4;
+    std::vector<C> tile(size_t(4) * groups * TILE, C(0));
+    for (int64_t k = 0; k < columns; k += TILE) {
+        const int width = columns - k < TILE ? int(columns - k) : TILE;
+        if (width < TILE) tile.assign(tile.size(), C(0));
+        centre(rows + k, stride, width, job, tile.data(), TILE);
+        add_products(tile.data(), groups, width, size, total);
+    }
+}
+
+INLINE float widened(float x) { return x; }
+INLINE double widened(double x) { return x; }
+INLINE float widened(BFloat16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+// Float64 sums of the squared differences to one row, lane by lane.
+template <typename T, typename C>
+void squares(const T* rows, int64_t stride, int n, int64_t columns, const C* from, double* sums) {
+    for (int i = 0; i < n; ++i) {
+        const T* row = rows + i * stride;
+        double lanes[16] = {};
+        int64_t k = 0;
+        for (; k + 16 <= columns; k += 16)
+            for (int j = 0; j < 16; ++j) {
+                const C d = widened(row[k + j]) - from[k + j];
+                lanes[j] += double(d * d);
+            }
+        for (; k < columns; ++k) {
+            const C d = widened(row[k]) - from[k];
+            lanes[k % 16] += double(d * d);
+        }
+        for (double lane : lanes) sums[i] += lane;
+    }
+}
+
+// No exponent has all bits set.
+template <typename T, typename U>
+bool finite(const T* row, int64_t columns, U exponent) {
+    U found = 0;
+    for (int64_t k = 0; k < columns; ++k) {
+        U bits;
+        std::memcpy(&bits, row + k, sizeof(U));
+        found |= U((bits & exponent) == exponent);
+    }
+    return !found;
+}
+INLINE bool finite(const float* row, int64_t columns) { return finite(row, columns, uint32_t(0x7f800000)); }
+INLINE bool finite(const BFloat16* row, int64_t columns) { return finite(row, columns, uint16_t(0x7f80)); }
+INLINE bool finite(const double* row, int64_t columns) { return finite(row, columns, uint64_t(0x7ff0000000000000)); }
+
+#ifdef ROWS
+constexpr Job FIXED{ROWS, LO, HI, HALVES, KEEP, nullptr, 0};
+#define JOB FIXED
+#else
+#define JOB \
+    Job { n, lo, hi, halves, keep, static_cast<const Comparator*>(network), comparators }
+#endif
+
+#define FOR_TYPES(CALL)                          \
+    switch (type) {                              \
+        case 0: CALL(float, float); return 0;    \
+        case 1: CALL(BFloat16, float); return 0; \
+        case 2: CALL(double, double); return 0;  \
+        default: return 1;                       \
+    }
+
+}  // namespace
+
+// type: 0 float32, 1 bfloat16 (computed and returned in float32), 2 float64. All return 0, or 1 for an unknown type.
+extern "C" {
+
+int ds_byzantine_reduce(int type, const void* rows, int64_t stride, int n, int64_t columns, const void* network,
+                        int comparators, int lo, int hi, int halves, int keep, void* out) {
+#define CALL(T, C) reduce(static_cast<const T*>(rows), stride, columns, JOB, static_cast<C*>(out))
+    FOR_TYPES(CALL)
+#undef CALL
+}
+
+int ds_byzantine_gram(int type, const void* rows, int64_t stride, int n, int64_t columns, const void* network,
+                      int comparators, int lo, int hi, int halves, int keep, double* total) {
+#define CALL(T, C) gram<T, C>(static_cast<const T*>(rows), stride, columns, JOB, total)
+    FOR_TYPES(CALL)
+#undef CALL
+}
+
+int ds_byzantine_squares(int type, const void* rows, int64_t stride, int n, int64_t columns, const void* from,
+                         double* sums) {
+#define CALL(T, C) squares(static_cast<const T*>(rows), stride, n, columns, static_cast<const C*>(from), sums)
+    FOR_TYPES(CALL)
+#undef CALL
+}
+
+int ds_byzantine_finite(int type, const void* rows, int64_t stride, int n, int64_t columns, uint8_t* flags) {
+#define CALL(T, C) \
+    for (int i = 0; i < n; ++i) flags[i] = finite(static_cast<const T*>(rows) + i * stride, columns)
+    FOR_TYPES(CALL)
+#undef CALL
+}
+}

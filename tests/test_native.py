@@ -1,0 +1,193 @@
+"""The compiled order statistics give the bits of the PyTorch version, and are done without where they cannot be had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_byzantine import aggregate
+from ds_byzantine.rules import native
+from ds_byzantine.rules.gram import compute_dtype, finite_rows, partial_basis
+from ds_byzantine.rules.native import build, kernels
+from ds_byzantine.rules.sorting import mean_nearest, mean_of_ranks, median_of_rows
+
+pytestmark = pytest.mark.skipif(not native.ready(torch.zeros(2, 2)), reason="no C++ compiler")
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def rows(n: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Heavy tails, ties and zeros, in rows that lie apart."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(n, width + 3, generator=generator, dtype=torch.float64)
+    spread = torch.exp(4 * torch.randn(1, width + 3, generator=generator, dtype=torch.float64))
+    made = (normal * spread).round(decimals=1).to(dtype)
+    return made[:, 1 : width + 1]
+
+
+def both(monkeypatch: pytest.MonkeyPatch, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """The same with and without the compiled library."""
+    compiled = compute()
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "ready", lambda _: False)
+        return compiled, compute()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 128])
+def test_the_same_bits(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (1, 7, 16, 130):
+        x = rows(n, width, dtype, seed=n + width)
+        cut = (n - 1) // 3
+        wide = x.to(compute_dtype(dtype))  # what the PyTorch version is given
+        for compute in (
+            median_of_rows,
+            lambda some, cut=cut: mean_of_ranks(some, cut, n - cut),
+            lambda some, cut=cut: mean_nearest(some, cut, n - cut, n - cut),
+            lambda some, cut=cut: mean_nearest(some, (n - 1) // 2, n // 2 + 1, n - cut),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(native, "ready", lambda _: False)
+                plain = compute(wide).to(dtype)
+            torch.testing.assert_close(compute(x), plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "meamed", "phocas", "bulyan", "centered_clip"])
+def test_the_same_aggregate(rule: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = rows(11, 700, dtype)
+    compiled, plain = both(monkeypatch, lambda: aggregate(x, rule=rule, f=2))
+    exact = rule not in ("bulyan", "centered_clip")  # these need inner products, which are summed in another order
+    torch.testing.assert_close(compiled, plain, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5)
+
+
+@pytest.mark.parametrize("keep", [0, 6])
+def test_a_network_that_is_compiled_by_itself(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = rows(8, 1000, torch.float32)
+    lo, hi = (3, 5) if keep == 0 else (2, 6)
+    before = kernels.mean_of_ranks(x, lo, hi, halves=keep == 0, keep=keep)
+    monkeypatch.setattr(kernels, "MANY", 1)
+    monkeypatch.setattr(kernels, "_sorters", {})
+    general = kernels._loaded()
+    kernels.mean_of_ranks(x, lo, hi, halves=keep == 0, keep=keep)
+    native.settle()
+    [sorter] = kernels._sorters.values()
+    assert sorter.library(1) is not general
+    assert torch.equal(kernels.mean_of_ranks(x, lo, hi, halves=keep == 0, keep=keep), before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 2, 5, 8, 31])
+def test_inner_products(n: int, dtype: torch.dtype) -> None:
+    x = rows(n, 1500, dtype).sign() + rows(n, 1500, dtype, seed=1) / 1e3
+    x = x.to(dtype)
+    wide = x.double()
+    middle = wide.sort(0).values[[(n - 1) // 2, n // 2]].mean(0)
+    basis = torch.cat([wide - middle, middle[None]])
+    exact = basis @ basis.T
+    scale = exact.diagonal().clamp_min(1e-9).sqrt()
+    found = partial_basis(x)
+    assert torch.equal(found, found.T)
+    assert float(((found - exact) / scale[:, None] / scale).abs().max()) < 1e-5
+
+
+def test_rows_that_are_not_finite_show() -> None:
+    for dtype in DTYPES:
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            x = rows(5, 300, dtype)
+            x[3, 299] = bad
+            assert native.finite(x).tolist() == [True, True, True, False, True]
+            assert not torch.isfinite(torch.diagonal(native.gram(x))).all()
+    assert finite_rows(torch.full((1, 3), torch.finfo(torch.float32).max)).all()
+
+
+def test_tiny_and_huge_rows_are_computed_in_float64() -> None:
+    for size in (1e-25, 1e25):
+        x = rows(5, 200, torch.float64) * size
+        exact = partial_basis(x)
+        torch.testing.assert_close(partial_basis(x.float()), exact, rtol=1e-4, atol=1e-4 * float(exact.max()))
+    assert not partial_basis(torch.zeros(4, 50)).any()
+
+
+def test_threads_change_nothing() -> None:
+    x = rows(8, 200_001, torch.float32)
+    alone = native.mean_of_ranks(x, 3, 5), native.finite(x), native.squared_distances(x, x[0].clone())
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        together = native.mean_of_ranks(x, 3, 5), native.finite(x), native.squared_distances(x, x[0].clone())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone[0], together[0])
+    assert torch.equal(alone[1], together[1])
+    torch.testing.assert_close(alone[2], together[2], rtol=1e-12, atol=0)
+    exact = (x - x[0]).double().square().sum(1)
+    torch.testing.assert_close(alone[2], exact, rtol=1e-6, atol=0)
+
+
+def test_what_it_does_not_take() -> None:
+    assert not native.ready(torch.zeros(3, 4, dtype=torch.float16))
+    assert not native.ready(torch.zeros(4, 3).T)
+    assert not native.ready(torch.zeros(200, 3))
+    assert not native.ready(torch.zeros(3))
+    assert native.ready(torch.zeros(4, 1))
+    assert median_of_rows(torch.zeros(3, 0)).shape == (0,)
+
+
+CODE = """
+import logging, torch
+logging.basicConfig(level=logging.INFO)
+from ds_byzantine.rules import native
+from ds_byzantine import aggregate
+print(native.ready(torch.zeros(2, 2)), aggregate(torch.tensor([[1.0], [2.0], [9.0]]), rule="median", f=1).item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"DS_BYZANTINE_NATIVE": "0"}, ""),
+        ({"PATH": "/nonexistent"}, "there is no C++ compiler; install g++"),
+        ({"CXX": "false"}, "the compiler failed"),
+    ],
+)
+def test_going_on_without(change: dict[str, str], said: str, tmp_path: Path) -> None:
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **change}
+    ended = subprocess.run(
+        [sys.executable, "-c", CODE], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stdout.split() == ["False", "2.0"]
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_code_is_not_loaded_from_a_folder_that_others_can_write_to(tmp_path: Path) -> None:
+    folder = tmp_path / "ds_byzantine"
+    folder.mkdir()
+    folder.chmod(0o777)
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", CODE], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stdout.split() == ["False", "2.0"]
+    assert "can be written to by others" in ended.stderr
+
+
+def test_what_killed_processes_left_behind_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "ds_byzantine"
+    folder.mkdir(mode=0o700)
+    old, young = folder / "old.part", folder / "young.part"
+    for file in (old, young):
+        file.touch()
+    os.utime(old, (0, 0))
+    assert build._start(()).library(wait=True) is not None
+    assert not old.exists()
+    assert young.exists()
