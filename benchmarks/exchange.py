@@ -1,10 +1,11 @@
 """One reduction, scatter + rule + delivery, against the collective that stock DeepSpeed uses for it.
 
-`python -m benchmarks.exchange`: gloo ranks on this machine reduce one bucket of fp32 gradients of several sizes, as ZeRO
-0 (result to everybody), ZeRO 1 and 2 (to the owner of the whole bucket) and ZeRO 3 (kept by the aggregator), with the
-mean and with robust rules. Stock is `all_reduce` (ZeRO 0 to 2) or `reduce_scatter_tensor` (ZeRO 3). All are called in
-turn in the same processes; the figure is the median of the ratios call by call. Bytes are counted at the collectives.
-The floor beside them is the time of the bytes that ours sends at the speed of a local copy of the same bytes.
+`python -m benchmarks.exchange`: gloo ranks on this machine reduce one bucket of fp32 gradients of several sizes, as
+ZeRO 0 (result to everybody), ZeRO 1 and 2 (to the owner of the whole bucket) and ZeRO 3 (kept by the aggregator),
+with the mean and with robust rules. Stock is `all_reduce` (ZeRO 0 to 2) or `reduce_scatter_tensor` (ZeRO 3). All are
+called in turn in the same processes; the figure is the median of the ratios call by call. Bytes are counted at the
+collectives. The floor beside them is the time of the bytes that ours sends at the speed of a local copy of the same
+bytes.
 """
 
 from __future__ import annotations

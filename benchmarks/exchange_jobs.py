@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def _layout(numel: int, n: int, delivery: Any) -> Any:
     from ds_byzantine.types import Delivery, Layout, Segment, Slice, even_bounds
 
     cuts = even_bounds(numel, TENSORS)
-    segments = tuple(Segment(f"t{i}", a, b) for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)) if b > a)
+    segments = tuple(Segment(f"t{i}", a, b) for i, (a, b) in enumerate(pairwise(cuts)) if b > a)
     owners = (Slice(n - 1, 0, numel),) if delivery is Delivery.OWNERS else ()
     return Layout(segments, even_bounds(numel, n), delivery, owners)
 

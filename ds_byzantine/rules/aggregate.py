@@ -48,8 +48,12 @@ def aggregate(
 
 def _aggregate(rows_ND: Tensor, ready: Aggregator, seed: int) -> Tensor:
     n, width = rows_ND.shape
-    kept_N = finite_rows(rows_ND)
     out_D = torch.empty(width, dtype=rows_ND.dtype, device=rows_ND.device)
+    if ready.needs_gram:
+        basis_EE = partial_basis(rows_ND)
+        if bool(torch.isfinite(torch.diagonal(basis_EE)).all()):  # so all rows are: no need to look at them again
+            return _decided(rows_ND, ready, basis_EE, seed, out_D)
+    kept_N = finite_rows(rows_ND)
     while True:  # at most n rounds: each but the last removes a row
         bad = n - int(kept_N.sum())
         if bad > ready.f or bad == n:
@@ -62,12 +66,16 @@ def _aggregate(rows_ND: Tensor, ready: Aggregator, seed: int) -> Tensor:
         basis_EE = partial_basis(kept_ND)
         overflowed = ~torch.isfinite(torch.diagonal(basis_EE))[:-1]
         if not overflowed.any():
-            points_TKE = now.decide(basis_EE[None], seed)
-            now.combine(kept_ND, None if points_TKE is None else points_TKE[0], out_D)
-            return out_D
+            return _decided(kept_ND, now, basis_EE, seed, out_D)
         # Only float64 rows of more than 1e154 come here: their squares are Inf, so they are as bad as Inf rows.
         kept_N = kept_N.clone()
         kept_N[kept_N.nonzero()[:, 0][overflowed]] = False
+
+
+def _decided(rows_ND: Tensor, ready: Aggregator, basis_EE: Tensor, seed: int, out_D: Tensor) -> Tensor:
+    points_TKE = ready.decide(basis_EE[None], seed)
+    ready.combine(rows_ND, None if points_TKE is None else points_TKE[0], out_D)
+    return out_D
 
 
 def _check_rows(rows: Tensor, f: int) -> None:
