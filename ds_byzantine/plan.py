@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, comb
+from math import ceil, comb, log2
 from typing import NamedTuple
 
 from ds_byzantine._version import VERSION
@@ -19,12 +19,13 @@ MOST_SUBSETS = 200_000
 
 
 class Cost(NamedTuple):
-    """The last four fields of a plan."""
+    """The last fields of a plan."""
 
     traffic_ratio: float | None
     bytes_sent_per_rank: int | None = None
     stock_bytes_per_rank: int | None = None
     extra_memory: int | None = None
+    rule_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Plan:
     """What will happen in a job of n replicas.
 
     Bytes are those that one rank sends (the mean over ranks) in one reduction of all `numel` gradients; None if `numel`
-    was not given. `extra_memory` is what a rank holds besides stock DeepSpeed, in bytes.
+    was not given. `extra_memory` is what a rank holds besides stock DeepSpeed, in bytes. `rule_bytes` is what its rule
+    takes as long as to read so many bytes from memory once.
     """
 
     n: int
@@ -45,6 +47,28 @@ class Plan:
     bytes_sent_per_rank: int | None = None
     stock_bytes_per_rank: int | None = None
     extra_memory: int | None = None
+    rule_bytes: int | None = None
+
+    def extra_seconds(self, bandwidth: float, memory_bandwidth: float) -> float | None:
+        """Time that one reduction of all gradients takes longer than stock's; negative if the rule saves time.
+
+        A model of two terms: bytes over the wire, at the same speed for us and for stock, and the rule's passes over
+        the rows. Latencies and what overlaps are left out.
+
+        Args:
+            bandwidth: bytes per second that a rank sends.
+            memory_bandwidth: bytes per second that a rank reads from its memory.
+
+        Example:
+            >>> from ds_byzantine.config import parse_section
+            >>> made = plan(parse_section({"rule": "median"}), 8, stage=2, numel=10**9, dtype_bytes=2)
+            >>> round(made.extra_seconds(25e9, 2e12), 4)
+            -0.0582
+        """
+        if self.bytes_sent_per_rank is None or self.stock_bytes_per_rank is None or self.rule_bytes is None:
+            return None
+        wire = (self.bytes_sent_per_rank - self.stock_bytes_per_rank) / bandwidth
+        return wire + self.rule_bytes / memory_bandwidth
 
     @property
     def rule(self) -> RuleConfig:
@@ -135,7 +159,8 @@ def plan(
         plain = round(stock * numel * dtype_bytes)
         sent = round(ours * numel * dtype_bytes) + _statistics_bytes(config, n, tensors)
         memory = _extra_elements(config, n, stage, numel, bucket_numel or numel) * dtype_bytes
-        cost = Cost(sent / plain if plain else None, sent, plain, memory)
+        passes = 0.0 if n == 1 else _passes(config, n)
+        cost = Cost(sent / plain if plain else None, sent, plain, memory, round(passes * numel * dtype_bytes))
     host = ("data parallel" if stage is None else f"ZeRO-{stage}") + (f", {within} in a replica" if within else "")
     warnings = _warnings(config, n, f, stage, accumulation, path)
     return Plan(n, f, config, host, warnings, _drill(config, n, f, path), *cost)
@@ -282,6 +307,21 @@ def _statistics_bytes(config: ByzantineConfig, n: int, tensors: int | None) -> i
     pieces = ceil(tensors / n) + 1  # of one rank's chunk, tensors spread evenly
     record = 8 * (n + (n + 1) * (n + 2) // 2) if uses_gram(config) else n
     return (n - 1) * pieces * record
+
+
+def _passes(config: ByzantineConfig, n: int) -> float:
+    """How often a rule goes through its rows, n of 1/n of the gradient, in units of a plain read.
+
+    Coordinate-wise: finite?, sort, distances. By inner products: those with a median, and the sum; what is sorted after
+    that again. Sorting n <= 48 rows is as fast as reading them; above, the n/4 log2(n) (log2(n) - 1) comparators of the
+    network take longer: a sixth of a read each, counted per row (measured on CPUs, docs/benchmarks.md).
+    """
+    log = log2(max(n, 2))
+    sort = max(1.0, log * (log - 1) / 4 / 6)
+    kind = config.rule.info.kind
+    if not uses_gram(config):
+        return 2.0 if kind is Kind.COORDINATE and config.rule.name == "mean" else 2.0 + sort
+    return 1.0 + sort + (sort if kind in (Kind.COORDINATE, Kind.GRAM_COORDINATE) else 0.0)
 
 
 def _extra_elements(config: ByzantineConfig, n: int, stage: int | None, numel: int, bucket_numel: int) -> int:

@@ -182,6 +182,26 @@ def test_plan_where_ranks_of_a_replica_are_averaged_first(option: str, word: str
     assert "never examined" in fine_reason("plan", path, "-n", "24", option, "2", "--tp", "2")
 
 
+def test_plan_predicts_time(tmp_path: Path) -> None:
+    path = config(tmp_path, {}, zero_optimization={"stage": 2})
+    found = fine("plan", path, "-n", "8", "--params", "7B", "--bandwidth", "200Gb/s", "--memory-bandwidth", "2TB/s")
+    made = plan(parse_section({}), 8, stage=2, numel=7 * 10**9)
+    assert found["extra_seconds"] == made.extra_seconds(25e9, 2e12)
+    assert found["extra_seconds"] < 0, "half the bytes of stock's all-reduce"
+    assert [row["world_size"] for row in found["scaling"]][-1] == 1024
+    assert all(row["extra_seconds"] is not None for row in found["scaling"])
+    slow_memory = fine(
+        "plan", path, "-n", "8", "--params", "7B", "--bandwidth", "25GB/s", "--memory-bandwidth", "5GB/s"
+    )
+    assert slow_memory["extra_seconds"] > 0
+    assert (
+        "against stock in one reduction"
+        in start("plan", path, "-n", "8", "--params", "7B", "--bandwidth", "1Gb/s").stdout
+    )
+    assert fine("plan", path, "-n", "8", "--params", "7B")["extra_seconds"] is None
+    assert start("plan", path, "-n", "8", "--params", "7B", "--bandwidth", "fast").returncode == 2
+
+
 def test_plan_with_hosts_as_replicas(tmp_path: Path) -> None:
     path = config(tmp_path, {"fault_domain": "node"}, zero_optimization={"stage": 2})
     found = fine("plan", path, "-n", "32", "--gpus-per-node", "4", "--params", "1B")

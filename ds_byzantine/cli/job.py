@@ -191,6 +191,23 @@ def parameters(text: str) -> int:
     return round(number)
 
 
+def speed(text: str) -> float:
+    """Bytes per second in "25GB/s" or "200Gb/s" (bits).
+
+    Raises:
+        ValueError: it is no such text.
+
+    Example:
+        >>> speed("25GB/s") == speed("200Gb/s") == 25e9
+        True
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT])(B|b)(?:/s|ps)", text.strip())
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f'"{text}" is no speed. Write e.g. 25GB/s (bytes) or 200Gb/s (bits).')
+    units = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+    return float(found[1]) * units[found[2]] / (8 if found[3] == "b" else 1)
+
+
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = config.get(name)
     return found if isinstance(found, Mapping) else {}

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: ds-byzantine plan configs/zero2.json --world-size 16 --params 7B"
 
+Speeds = tuple[float, float]
+
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -29,15 +31,22 @@ def command(
     sp: Annotated[int, typer.Option(min=1, help="Sequence-parallel ranks of a replica.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks of a replica.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=1, help='Ranks of a host, for "fault_domain": "node".')] = 8,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="What a rank sends, for times: 25GB/s or 200Gb/s. Needs --params.")
+    ] = None,
+    memory_bandwidth: Annotated[
+        str, typer.Option(help="What a rank reads from its memory: about 20GB/s a CPU core, 2TB/s and more a GPU.")
+    ] = "2TB/s",
     as_json: Json = False,
 ) -> None:
     """Can the section hold in a job of so many ranks, and what does it cost? Nothing is started.
 
     Says whether it is feasible, the largest f, bytes and memory against stock DeepSpeed, the rules that would fit, and
-    the cost at 8 to 1024 ranks. Exit code 1 if it cannot hold.
+    the cost at 8 to 1024 ranks; with --bandwidth also the seconds that a step takes longer, or shorter. Exit code 1 if
+    it cannot hold.
     """
     sizes = {"tp": tp, "pp": pp, "sp": sp, "ep": ep}
-    found = describe(file, world_size, params, gpus_per_node, sizes)
+    found = describe(file, world_size, params, gpus_per_node, sizes, _speeds(bandwidth, memory_bandwidth))
     if as_json:
         print_json(found)
     else:
@@ -46,7 +55,12 @@ def command(
 
 
 def describe(
-    file: Path, world_size: int, params: str | None, gpus_per_node: int, sizes: Mapping[str, int]
+    file: Path,
+    world_size: int,
+    params: str | None,
+    gpus_per_node: int,
+    sizes: Mapping[str, int],
+    speeds: Speeds | None = None,
 ) -> dict[str, Any]:
     """All that the command prints.
 
@@ -66,7 +80,7 @@ def describe(
     node_size = gpus_per_node if section.fault_domain == "node" else None
     job = job_of(raw, params=numel, node_size=node_size, **sizes)
     n = job.replicas(world_size)
-    here = _row(job, section, world_size)
+    here = _row(job, section, world_size, speeds)
     warnings = list(here.pop("warnings"))
     if not section.enabled:
         warnings.insert(0, "byzantine.enabled: false, so none of this takes effect.")
@@ -82,28 +96,30 @@ def describe(
         "stock_memory": job.stock_memory(world_size),
         "warnings": warnings,
         "assumed": [*job.assumed, *([] if numel else ["without --params no bytes are given"])],
-        "scaling": _scaling(job, section),
+        "scaling": _scaling(job, section, speeds),
     }
 
 
-def _scaling(job: Job, section: ByzantineConfig) -> list[dict[str, Any]]:
+def _scaling(job: Job, section: ByzantineConfig, speeds: Speeds | None) -> list[dict[str, Any]]:
     """The same section at other sizes; a drill names replicas of this job only and is left out."""
     plain = section.model_copy(update={"drill": None})
     rows = []
     for size in SIZES:
         if job.fits(size):
-            row = _row(job, plain, size)
+            row = _row(job, plain, size, speeds)
             row.pop("warnings")
             rows.append(row)
     return rows
 
 
-def _row(job: Job, section: ByzantineConfig, world_size: int) -> dict[str, Any]:
+def _row(job: Job, section: ByzantineConfig, world_size: int, speeds: Speeds | None) -> dict[str, Any]:
     row: dict[str, Any] = {"world_size": world_size, "replicas": job.replicas(world_size)}
     try:
         made = job.plan(section, world_size)
     except ByzantineError as error:
-        empty = dict.fromkeys(("f", "traffic_ratio", "bytes_sent_per_rank", "stock_bytes_per_rank", "extra_memory"))
+        empty = dict.fromkeys(
+            ("f", "traffic_ratio", "bytes_sent_per_rank", "stock_bytes_per_rank", "extra_memory", "extra_seconds")
+        )
         return {**row, "feasible": False, "reason": str(error), **empty, "warnings": []}
     return {
         **row,
@@ -114,6 +130,7 @@ def _row(job: Job, section: ByzantineConfig, world_size: int) -> dict[str, Any]:
         "bytes_sent_per_rank": made.bytes_sent_per_rank,
         "stock_bytes_per_rank": made.stock_bytes_per_rank,
         "extra_memory": made.extra_memory,
+        "extra_seconds": None if speeds is None else made.extra_seconds(*speeds),
         "warnings": made.warnings,
     }
 
@@ -134,7 +151,7 @@ def _show(found: dict[str, Any]) -> None:
     largest = found["largest_f"]
     table.add_row("largest f", "none" if largest is None else f"{largest} with this rule")
     table.add_row("rules that fit", ", ".join(found["rules_that_fit"]) or "none with this f")
-    for label, value in (("bytes", _bytes(found)), ("memory", _memory(found))):
+    for label, value in (("bytes", _bytes(found)), ("memory", _memory(found)), ("time", _time(found))):
         if value:
             table.add_row(label, value)
     out.print(table)
@@ -172,6 +189,25 @@ def _memory(row: dict[str, Any]) -> str:
     return f"{size(row['extra_memory'])} on a rank besides stock" + (share if stock else "")
 
 
+def _time(row: dict[str, Any]) -> str:
+    if row["extra_seconds"] is None:
+        return ""
+    return f"{_milliseconds(row['extra_seconds'])} against stock in one reduction of all gradients, without overlap"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:+.3g} ms"
+
+
+def _speeds(bandwidth: str | None, memory_bandwidth: str) -> Speeds | None:
+    from ds_byzantine.cli.job import speed
+
+    try:
+        return None if bandwidth is None else (speed(bandwidth), speed(memory_bandwidth))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--bandwidth, --memory-bandwidth") from None
+
+
 def _scaling_table(rows: list[dict[str, Any]]) -> Any:
     """The cost at other sizes; without --params only ratios are known."""
     from rich.text import Text
@@ -179,8 +215,18 @@ def _scaling_table(rows: list[dict[str, Any]]) -> Any:
     from ds_byzantine.report.words import size
 
     known = any(row["bytes_sent_per_rank"] is not None for row in rows)
+    timed = any(row["extra_seconds"] is not None for row in rows)
     middle = ("bytes of a rank", "stock") if known else ()
-    table = grid("ranks", "replicas", "f", *middle, "against stock", *(("extra memory",) if known else ()), "")
+    table = grid(
+        "ranks",
+        "replicas",
+        "f",
+        *middle,
+        "against stock",
+        *(("extra memory",) if known else ()),
+        *(("time",) if timed else ()),
+        "",
+    )
     for column in table.columns[:-1]:
         column.justify = "right"
     for row in rows:
@@ -188,5 +234,6 @@ def _scaling_table(rows: list[dict[str, Any]]) -> Any:
         cells += [size(row[k]) for k in ("bytes_sent_per_rank", "stock_bytes_per_rank")] if known else []
         cells += ["-" if row["traffic_ratio"] is None else f"x{row['traffic_ratio']:.2f}"]
         cells += [size(row["extra_memory"])] if known else []
+        cells += [_milliseconds(row["extra_seconds"])] if timed else []
         table.add_row(*cells, Text("" if row["feasible"] else "cannot hold", style="red"))
     return table
