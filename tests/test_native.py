@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_byzantine import aggregate
-from ds_byzantine.rules import native
+from ds_byzantine.rules import fused, native
 from ds_byzantine.rules.gram import compute_dtype, finite_rows, partial_basis
 from ds_byzantine.rules.native import build, kernels
 from ds_byzantine.rules.sorting import mean_nearest, mean_of_ranks, median_of_rows
@@ -143,7 +143,7 @@ def test_what_it_does_not_take() -> None:
 CODE = """
 import logging, torch
 logging.basicConfig(level=logging.INFO)
-from ds_byzantine.rules import native
+from ds_byzantine.rules import fused, native
 from ds_byzantine import aggregate
 print(native.ready(torch.zeros(2, 2)), aggregate(torch.tensor([[1.0], [2.0], [9.0]]), rule="median", f=1).item())
 """
@@ -191,3 +191,27 @@ def test_what_killed_processes_left_behind_is_removed(tmp_path: Path, monkeypatc
     assert build._start(()).library(wait=True) is not None
     assert not old.exists()
     assert young.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key", [(5, 2, 3, True, 0), (6, 2, 4, True, 4), (8, 2, 6, False, 0)])
+def test_the_kernel_for_accelerators_gives_the_same_bits(key: fused.Key, dtype: torch.dtype) -> None:
+    """Compiled for this CPU; and again for another width, without another compilation."""
+    n, lo, hi, halves, keep = key
+    for width in (500, 1234):
+        x = rows(n, width, dtype)
+        found = fused.mean_of_ranks(x, lo, hi, halves=halves, keep=keep)
+        assert key not in fused._failed
+        assert torch.equal(found, native.mean_of_ranks(x, lo, hi, halves=halves, keep=keep))
+    assert torch.equal(found, fused.traced(key)(*x.unbind(0)))
+
+
+def test_a_kernel_that_cannot_be_compiled_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no Triton here")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    monkeypatch.setattr(fused, "_failed", set())
+    x = rows(7, 100, torch.float32)
+    assert torch.equal(fused.mean_of_ranks(x, 3, 4), native.mean_of_ranks(x, 3, 4))
+    assert len(fused._failed) == 1

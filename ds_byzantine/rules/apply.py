@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ds_byzantine.errors import InfeasibleError
-from ds_byzantine.rules import base, native
+from ds_byzantine.rules import base
 from ds_byzantine.rules.base import Rule
 from ds_byzantine.rules.catalog import Kind
 from ds_byzantine.rules.geometry import Geometry
 from ds_byzantine.rules.gram import column_blocks, compute_dtype, full_float32
-from ds_byzantine.rules.sorting import median_of_rows
+from ds_byzantine.rules.sorting import is_compiled, median_of_rows
 
 Named = str | Mapping[str, Any]
 
@@ -109,7 +109,7 @@ class Aggregator:
         """
         if points_KE is not None:
             points_KE = points_KE.to(rows_ND.device, compute_dtype(rows_ND.dtype))
-        elif self.rule.any_rows and out_D.dtype == rows_ND.dtype and native.ready(rows_ND):
+        elif self.rule.any_rows and out_D.dtype == rows_ND.dtype and is_compiled(rows_ND):
             out_D.copy_(self.rule.function(rows_ND, self.f, **self.params))
             return
         start = 0

@@ -4,7 +4,8 @@ With n <= 64 rows and many coordinates it pays to sort *rows against rows*: a co
 `maximum` over whole contiguous rows, which vectorise, where `torch.sort` and `torch.median` treat every coordinate as a
 little problem of its own. Comparators that the wanted ranks do not depend on are left out. Exact in any dtype.
 
-On a CPU with a C++ compiler the same networks run compiled (`native`), with the same bits.
+On a CPU with a C++ compiler the same networks run compiled (`native`), with the same bits; on accelerators as one
+kernel (`fused`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_byzantine.rules import native
+from ds_byzantine.rules import fused, native
 from ds_byzantine.rules.network import network
 
 # Bytes of rows that the network works on at a time. Measured best at 1 to 4 MiB on CPUs (smaller blocks pay more for
@@ -92,8 +93,8 @@ def median_of_rows(rows_ND: Tensor | Sequence[Tensor]) -> Tensor:
     """
     n = len(rows_ND)
     lo, hi = (n - 1) // 2, n // 2 + 1
-    if isinstance(rows_ND, Tensor) and native.ready(rows_ND):
-        return native.mean_of_ranks(rows_ND, lo, hi, halves=True).to(rows_ND.dtype)
+    if isinstance(rows_ND, Tensor) and is_compiled(rows_ND):
+        return _compiled(rows_ND, lo, hi, halves=True)
     return _middle(sorted_rows(rows_ND, lo, hi, ordered=False))
 
 
@@ -111,8 +112,8 @@ def mean_of_ranks(rows_ND: Tensor, lo: int, hi: int) -> Tensor:
         >>> mean_of_ranks(torch.tensor([[1.0], [9.0], [2.0], [4.0]]), 1, 3)
         tensor([3.])
     """
-    if native.ready(rows_ND):
-        return native.mean_of_ranks(rows_ND, lo, hi).to(rows_ND.dtype)
+    if is_compiled(rows_ND):
+        return _compiled(rows_ND, lo, hi)
     return mean_of_rows(sorted_rows(rows_ND, lo, hi, ordered=False))
 
 
@@ -137,8 +138,8 @@ def mean_nearest(rows_ND: Tensor, lo: int, hi: int, keep: int) -> Tensor:
     """
     n = len(rows_ND)
     halves = (lo, hi) == ((n - 1) // 2, n // 2 + 1)
-    if native.ready(rows_ND):
-        return native.mean_of_ranks(rows_ND, lo, hi, halves=halves, keep=keep).to(rows_ND.dtype)
+    if is_compiled(rows_ND):
+        return _compiled(rows_ND, lo, hi, halves=halves, keep=keep)
     ranks = sorted_rows(rows_ND)
     centre_D = _middle(ranks[lo:hi]) if halves else mean_of_rows(ranks[lo:hi])
     kept = list(ranks[:keep])
@@ -147,6 +148,16 @@ def mean_nearest(rows_ND: Tensor, lo: int, hi: int, keep: int) -> Tensor:
         moves_D = centre_D - ranks[lost] > gained_D - centre_D
         kept[lost % keep] = torch.where(moves_D, gained_D, kept[lost % keep])
     return mean_of_rows(kept)
+
+
+def is_compiled(rows_ND: Tensor) -> bool:
+    """Whether order statistics of these rows come from one pass of compiled code, whatever their width."""
+    return native.ready(rows_ND) or fused.ready(rows_ND)
+
+
+def _compiled(rows_ND: Tensor, lo: int, hi: int, *, halves: bool = False, keep: int = 0) -> Tensor:
+    compute = native.mean_of_ranks if rows_ND.device.type == "cpu" else fused.mean_of_ranks
+    return compute(rows_ND, lo, hi, halves=halves, keep=keep).to(rows_ND.dtype)
 
 
 def _middle(ranks: Sequence[Tensor]) -> Tensor:
