@@ -16,20 +16,25 @@ SECTIONS: dict[str, dict[str, Any] | None] = {
     "centered_clip": {"f": 1},
     "median": {"rule": "median", "f": 1},
     "trimmed_mean": {"rule": "trimmed_mean", "f": 1},
+    "nnm+trimmed_mean": {"pre": ["nnm"], "rule": "trimmed_mean", "f": 1},
+    "caf_gated": {"rule": "caf_gated", "f": 1},
 }
 
 
-def build(stage: int, section: dict[str, Any] | None, size: dict[str, int]) -> Any:
-    """An engine on a Llama of about 20 million parameters."""
+def build(job: dict[str, Any], section: dict[str, Any] | None) -> Any:
+    """An engine on a Llama of the size that the job names, or on the model in its folder."""
     import deepspeed
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(use_cache=False, tie_word_embeddings=False, **size))
+    if job.get("model"):
+        model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, use_cache=False)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(use_cache=False, tie_word_embeddings=False, **job["size"]))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": job["stage"]},
         "steps_per_print": 10**9,
     }
     if section is not None:
@@ -48,13 +53,17 @@ def one_step(engine: Any, tokens: torch.Tensor) -> float:
 
 
 def speed(job: dict[str, Any]) -> dict[str, Any]:
-    """Step times of all sections in turn, in one process: [repetitions] seconds each, without the first two."""
-    engines = {name: build(job["stage"], section, job["size"]) for name, section in SECTIONS.items()}
+    """Step times of the sections in turn, in one process: [repetitions] seconds each, without the first two."""
+    from ds_byzantine.rules import native
+
+    engines = {name: build(job, SECTIONS[name]) for name in job["sections"]}
     tokens = torch.randint(0, job["size"]["vocab_size"], (1, job["tokens"]))
     times: dict[str, list[float]] = {name: [] for name in engines}
     for repetition in range(job["repetitions"] + 2):
         for name, engine in engines.items():
             seconds = one_step(engine, tokens)
+            if repetition == 1:
+                native.settle()  # networks that are being compiled in the background
             if repetition >= 2:
                 times[name].append(seconds)
     parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in next(iter(engines.values())).module.parameters())
@@ -65,7 +74,7 @@ def speed(job: dict[str, Any]) -> dict[str, Any]:
 
 def memory(job: dict[str, Any]) -> dict[str, Any]:
     """Peak resident memory of this rank over a few steps with one section, and the bytes it sent per step."""
-    engine = build(job["stage"], SECTIONS[job["section"]], job["size"])
+    engine = build(job, SECTIONS[job["section"]])
     tokens = torch.randint(0, job["size"]["vocab_size"], (1, job["tokens"]))
     one_step(engine, tokens)
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
