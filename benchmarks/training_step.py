@@ -1,8 +1,9 @@
 """Step time, bytes and memory of robust rules over stock DeepSpeed's mean: `python -m benchmarks.training_step`.
 
-Gloo ranks on this machine train a Llama of about 20 million parameters, or another `--model`, in ZeRO 1, 2 and 3. The engines of all
-rules live side by side in each rank and step in turn: every ratio compares neighbours in time. On a machine with
-fewer cores than ranks the wire is memory and the rule competes with the training itself: a hard case for the rule.
+Gloo ranks on this machine train a Llama of about 20 million parameters, or another `--model`, in ZeRO 1, 2 and 3. The
+engines of all rules live side by side in each rank and step in turn: every ratio compares neighbours in time. On a
+machine with fewer cores than ranks the wire is memory and the rule competes with the training itself: a hard case for
+the rule.
 """
 
 from __future__ import annotations
