@@ -52,13 +52,18 @@ def test_a_rule_that_does_not_hold_fails(tmp_path):
 
 def test_all_attacks(tmp_path):
     out = tmp_path / "matrix"
-    done = drill("all", "-n", "4", "--steps", "2", "--rule", "median", "--out", str(out), "--json")
+    asked = ["all", "-n", "5", "-f", "1", "-f", "2", "--steps", "2", "--rule", "median", "--rule", "krum"]
+    done = drill(*asked, "--out", str(out), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     cells = json.loads(done.stdout)["cells"]
-    assert {cell["rule"] for cell in cells} == {"mean", "median"}
-    assert {"bit_flip", "stale", "lazy_copy", "min_max"} <= {cell["attack"] for cell in cells}
-    assert len((out / "matrix.md").read_text().splitlines()) == 2 + len(cells) // 2
-    assert "<table>" in (out / "matrix.html").read_text()
+    assert {(cell["rule"], cell["f"]) for cell in cells} == {
+        *(("mean", f) for f in (1, 2)), *(("median", f) for f in (1, 2)), ("krum", 1),
+    }  # krum holds for f=1 only  # fmt: skip
+    attacks = {cell["attack"] for cell in cells}
+    assert {"none", "bit_flip", "stale", "lazy_copy", "min_max"} <= attacks
+    lines = (out / "matrix.md").read_text().splitlines()
+    assert len([line for line in lines if line.startswith("|")]) == 2 * (2 + len(attacks))
+    assert (out / "matrix.html").read_text().count("<table>") == 2
 
 
 @pytest.mark.parametrize(("name", "words"), [("sign_flop", "no attack is called"), ("label_flip", "flip_labels")])
