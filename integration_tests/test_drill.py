@@ -43,8 +43,9 @@ def test_one_attack(tmp_path):
 
 
 def test_a_rule_that_does_not_hold_fails(tmp_path):
-    done = drill("scale", "-n", "4", "--steps", "6", "--rule", "mean", "--out", str(tmp_path), "--json")
-    assert done.returncode == 0, "the mean is the comparison; it is not judged"
+    done = drill("scale", "-n", "4", "--steps", "6", "--rule", "mean", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "the mean is the comparison that is always made" in done.stderr
     done = drill("alie_search", "-n", "3", "-f", "1", "--steps", "40", "--rule", "cge", "--out", str(tmp_path / "b"))
     assert done.returncode in (0, 1)
     assert ("FAIL cge" in done.stdout) == (done.returncode == 1)
@@ -148,3 +149,12 @@ def test_a_script_without_a_section(tmp_path):
     failed = drill("nan", "-n", "2", "--script", str(script), "--out", str(tmp_path / "p"), "--", "--nothing")
     assert failed.returncode == 1
     assert "does it call deepspeed.initialize" in failed.stderr
+    assert not list((tmp_path / "p").rglob("done.json")), "what failed is run again"
+    (tmp_path / "q" / "clean").mkdir(parents=True)
+    (tmp_path / "q" / "clean" / "precious.txt").touch()
+    refused = drill("nan", "-n", "2", "--script", str(script), "--out", str(tmp_path / "q"))
+    assert "holds something else already" in refused.stderr
+    assert (tmp_path / "q" / "clean" / "precious.txt").exists()
+    typed = drill("nan", "-n", "2", "--script", str(script), "--rule", "medain", "--out", str(tmp_path / "r"))
+    assert 'Did you mean "median"' in typed.stderr
+    assert not (tmp_path / "r").exists(), "refused before anything was launched"

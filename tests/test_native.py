@@ -116,19 +116,53 @@ def test_tiny_and_huge_rows_are_computed_in_float64() -> None:
 
 
 def test_threads_change_nothing() -> None:
-    x = rows(8, 200_001, torch.float32)
-    alone = native.mean_of_ranks(x, 3, 5), native.finite(x), native.squared_distances(x, x[0].clone())
+    x = rows(8, 200_037, torch.float32).clamp(-9, 9)
+    bad = x.clone()
+    bad[6, 200_030] = float("inf")
+
+    def all_of_it() -> list[Tensor]:
+        distances = native.squared_distances(x, x[0].clone())
+        return [native.mean_of_ranks(x, 3, 5), native.finite(x), native.finite(bad), native.gram(x), distances]
+
+    alone = all_of_it()
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        together = native.mean_of_ranks(x, 3, 5), native.finite(x), native.squared_distances(x, x[0].clone())
+        together = all_of_it()
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(alone[0], together[0])
-    assert torch.equal(alone[1], together[1])
-    torch.testing.assert_close(alone[2], together[2], rtol=1e-12, atol=0)
-    exact = (x - x[0]).double().square().sum(1)
-    torch.testing.assert_close(alone[2], exact, rtol=1e-6, atol=0)
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12 if one.dtype == torch.float64 else 0, atol=1e-9)
+    assert alone[2].tolist() == [True] * 6 + [False, True]
+
+
+@pytest.mark.parametrize("width", [1, 15, 37, 1000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_distances(dtype: torch.dtype, width: int) -> None:
+    x = rows(5, width, dtype).clamp(-9, 9)
+    centre = rows(1, width, torch.float64, seed=3)[0].clamp(-9, 9).to(compute_dtype(dtype))
+    exact = (x.double() - centre.double()).square().sum(1)
+    torch.testing.assert_close(native.squared_distances(x, centre), exact, rtol=1e-6, atol=1e-12)
+
+
+def test_no_columns() -> None:
+    for rule in ("median", "krum", "centered_clip", "geometric_median"):
+        for dtype in (*DTYPES, torch.float16):
+            assert aggregate(torch.zeros(7, 0, dtype=dtype), rule=rule, f=1).shape == (0,)
+
+
+def test_another_default_device() -> None:
+    x = rows(5, 100, torch.float32).contiguous()
+    with torch.device("meta"):
+        assert aggregate(x, rule="median", f=1).equal(x.median(0).values)
+        assert native.finite(x).all()
+        assert native.gram(x).shape == (6, 6)
+        assert native.mean_of_ranks(x, 2, 3).equal(x.median(0).values)
+
+
+def test_a_negated_view() -> None:
+    x = rows(5, 40, torch.float32)
+    assert torch.equal(aggregate(torch._neg_view(x), rule="median", f=1), -x.median(0).values)
 
 
 def test_what_it_does_not_take() -> None:

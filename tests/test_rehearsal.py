@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ds_byzantine.cli import matrix
-from ds_byzantine.cli.rehearsal import Cell, cells, every_attack, every_rule, made, table_for
+from ds_byzantine.cli.rehearsal import Cell, cells, every_attack, every_rule, judged, made, table_for
 from ds_byzantine.config import parse_section
-from ds_byzantine.errors import ByzantineError, InfeasibleError
+from ds_byzantine.errors import ByzantineError, ConfigError, InfeasibleError
 
 
 def test_the_runs_are_valid_sections() -> None:
@@ -78,6 +78,31 @@ def test_what_results_mean() -> None:
     assert (bad.held, bad.named, bad.wrong) == (False, 5, (1,))
 
 
+@pytest.mark.parametrize(
+    ("clean", "loss", "held"),
+    [
+        (2.0, 2.19, True),
+        (2.0, 2.21, False),
+        (-2.0, -1.0, False),
+        (-2.0, -3.0, True),
+        (0.0, 1.0, False),
+        (0.0, 0.0, True),
+    ],
+)
+def test_a_loss_may_have_any_sign(clean: float, loss: float, held: bool) -> None:
+    assert Cell("median", "scale", 1, clean, loss, None, ()).held == held
+
+
+def test_the_first_of_several_verdicts_counts() -> None:
+    assert judged([[9, 4, "outlying"], [5, 4, "nonfinite"], [7, 1, "zero"]], [4]) == (5, (1,))
+
+
+def test_another_number_of_ranks_is_another_run() -> None:
+    assert table_for(["scale"], ["median"], 5, [1])[0] != table_for(["scale"], ["median"], 7, [1])[0]
+    with pytest.raises(ConfigError, match="median"):
+        table_for(["scale"], ["medain"], 7, [1, 2])
+
+
 def test_only_exactly_this_run_counts_as_made(tmp_path: Path) -> None:
     run = {"name": "clean", "steps": 5, "seed": 0}
     assert not made(tmp_path, run)
@@ -101,7 +126,7 @@ def test_the_matrix(tmp_path: Path) -> None:
     assert "2 bad replicas" in tables
     page = (tmp_path / "matrix.html").read_text()
     assert "hsl(130 " in page
-    assert "hsl(0 " in page
+    assert page.count("hsl(0 ") == 2, "not a number, and far too much"
     assert "{" not in page.split("</style>")[1]
     if importlib.util.find_spec("matplotlib") is not None:
         assert written[-1].read_bytes()[1:4] == b"PNG"

@@ -32,7 +32,9 @@ def test_the_keys_of_the_rehearsal_win(monkeypatch: pytest.MonkeyPatch, tmp_path
         "monitor": {"dir": "here", "products_every": 3, "every": 1},
         "on_suspect": "log",
     }
-    assert rehearsed(None) == {"enabled": True, "f": 2, "drill": {"name": "nan"}, "monitor": {"dir": "here"}}
+    monitor = {"dir": "here", "every": 1}
+    assert rehearsed(None) == {"enabled": True, "f": 2, "drill": {"name": "nan"}, "monitor": monitor}
+    assert rehearsed("a mistake") == "a mistake", "for the parser to refuse"
     assert rehearsed({"on_suspect": "quarantine"})["on_suspect"] == "quarantine"
     assert own["f"] == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -89,6 +90,8 @@ def _check(
     if what != "all" and what not in ATTACKS and not what.endswith(".json"):
         known = ", ".join(rehearsal.every_attack())
         raise ConfigError(f'drill: no attack is called "{what}". Known: {known}; or a .json file, or all.')
+    if rule and set(rule) == {"mean"}:
+        raise ConfigError("drill: the mean is the comparison that is always made; name the rule to try with --rule.")
     if script is None and arguments:
         raise ConfigError(f"drill: {' '.join(arguments)}: only a script (--script) takes arguments.")
     if script is not None and (what == "all" or len(faulty or []) > 1 or len(rule or []) > 1):
@@ -129,7 +132,7 @@ def _script(wanted: Script, what: str, rule: str | None, f: int | None, as_json:
 def _show(cells: list[Cell], clean: float, loss: str, label: str, out: Path, as_json: bool) -> NoReturn:
     held = all(cell.held and not cell.wrong for cell in cells if cell.rule != "mean")
     if as_json:
-        print_json({"ok": held, "clean": clean, "out": str(out), "cells": _plain(cells)})
+        print_json({"ok": held, "clean": _number(clean), "out": str(out), "cells": _plain(cells)})
         raise typer.Exit(0 if held else 1)
     shown = console()
     table = grid("run", loss, "against clean", "bad replica named", right=(loss, "against clean"))
@@ -155,7 +158,7 @@ def _matrix(cells: list[Cell], clean: float, out: Path, as_json: bool) -> NoRetu
     files = [str(path) for path in matrix.write(cells, out)]
     held = all(cell.held and not cell.wrong for cell in cells if cell.rule != "mean")
     if as_json:
-        print_json({"ok": held, "clean": clean, "out": str(out), "cells": _plain(cells), "written": files})
+        print_json({"ok": True, "held": held, "clean": _number(clean), "cells": _plain(cells), "written": files})
         raise typer.Exit(0)
     shown = console()
     for f, some in matrix.by_f(cells).items():
@@ -170,13 +173,14 @@ def _matrix(cells: list[Cell], clean: float, out: Path, as_json: bool) -> NoRetu
 
 
 def _plain(cells: list[Cell]) -> list[dict[str, Any]]:
-    def number(value: float) -> float | None:
-        return round(value, 6) if value == value and abs(value) != float("inf") else None
-
     return [
         {
-            "rule": cell.rule, "attack": cell.attack, "f": cell.f, "loss": number(cell.loss),
-            "excess": number(cell.excess), "held": cell.held, "named_at": cell.named, "wrong": list(cell.wrong),
+            "rule": cell.rule, "attack": cell.attack, "f": cell.f, "loss": _number(cell.loss),
+            "excess": _number(cell.excess), "held": cell.held, "named_at": cell.named, "wrong": list(cell.wrong),
         }
         for cell in cells
     ]  # fmt: skip
+
+
+def _number(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None

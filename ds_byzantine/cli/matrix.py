@@ -87,7 +87,7 @@ def _draw(cells: Sequence[Cell], path: Path) -> bool:
     heights = [0.3 * len(attacks) for _, attacks in sizes]
     style: Any = {"text.parse_math": False, "font.size": 8}
     with rc_context(style):
-        figure = Figure(figsize=(1.6 + 0.72 * widest, sum(heights) + 1.9 * len(parts)), dpi=150, layout="constrained")
+        figure = Figure(figsize=(1.6 + 0.72 * widest, sum(heights) + 1.9 * len(parts)), dpi=100, layout="constrained")
         axes = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
         colours = LinearSegmentedColormap.from_list("loss", ["#8fd19e", "#f7e8a4", "#e58b82"]).with_extremes(bad="#fff")
         for ax, (f, some) in zip(axes, parts.items(), strict=True):

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ds_byzantine._names import REHEARSAL
+
 
 @contextmanager
 def started(
@@ -21,7 +23,7 @@ def started(
     """Real ranks that run a program, until the block is left in whatever way; then nothing of them is left behind.
 
     Args:
-        program: a module, run as `python -m` would, or a script that ends in .py; by the `deepspeed` launcher or, where
+        program: a module, run as `python -m` would, or the path of a script; by the `deepspeed` launcher or, where
             it is missing, by torchrun.
         arguments: of the program.
         ranks: processes on this machine.
@@ -53,7 +55,7 @@ def tail(log: Path) -> str:
 
 
 def _command(program: str, arguments: Sequence[str], ranks: int, port: int, folder: Path) -> list[str]:
-    script = program.endswith(".py")
+    script = Path(program).is_file()
     launcher = shutil.which("deepspeed", path=os.pathsep.join([_bin(), os.environ.get("PATH", "")]))
     if launcher is not None:
         options = [f"--num_gpus={ranks}", f"--master_port={port}", f"--hostfile={folder / 'none'}"]
@@ -65,6 +67,7 @@ def _command(program: str, arguments: Sequence[str], ranks: int, port: int, fold
 def _environment(ranks: int) -> dict[str, str]:
     env = {**os.environ, "PATH": os.pathsep.join([_bin(), os.environ.get("PATH", "")])}
     env.setdefault("OMP_NUM_THREADS", "1")
+    env.pop(REHEARSAL, None)  # of a rehearsal that this command is not
     import torch
 
     if torch.cuda.device_count() < ranks and not torch.xpu.device_count():

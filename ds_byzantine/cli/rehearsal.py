@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_byzantine.attacks.catalog import ATTACKS
+from ds_byzantine.cli.output import read_json
 from ds_byzantine.cli.ranks import started
 from ds_byzantine.config import parse_section
 from ds_byzantine.errors import ByzantineError, HostStateError
@@ -47,8 +49,10 @@ class Cell:
 
     @property
     def excess(self) -> float:
-        """Loss over that of the clean run, minus 1."""
-        return self.loss / self.clean - 1.0
+        """How much larger the loss is than that of the clean run, as a share of the size of that one."""
+        if self.clean == 0.0:
+            return 0.0 if self.loss == 0.0 else math.copysign(math.inf, self.loss)
+        return (self.loss - self.clean) / abs(self.clean)
 
     @property
     def held(self) -> bool:
@@ -78,8 +82,11 @@ def table_for(
     Raises:
         InfeasibleError: a rule does not hold for n and f.
     """
-    base = {"steps": STEPS, "stage": STAGE, "lr": RATE, "seed": SEED, **options}
+    base = {"ranks": n, "steps": STEPS, "stage": STAGE, "lr": RATE, "seed": SEED, **options}
     runs: list[dict[str, Any]] = [{**base, "name": "clean"}]
+    for rule in rules:
+        if rule != "mean":
+            parse_section(section_for(rule))  # an unknown name is refused here, one that does not hold for f below
     for f in faulty:
         kept = [rule for rule in rules if len(faulty) == 1 or _holds(rule, n, f)]
         for drill in [*([None] if controls else []), *drills]:
@@ -97,7 +104,7 @@ def table_for(
 def section_for(rule: str) -> dict[str, Any]:
     """The keys of the section for "median" or "nnm+median"."""
     *pre, last = rule.split("+")
-    return {"rule": last, "pre": pre} if pre else {"rule": last}
+    return {"rule": last, "pre": pre}
 
 
 def spec_of(drill: Any) -> dict[str, Any]:
@@ -113,7 +120,7 @@ def spec_of(drill: Any) -> dict[str, Any]:
     path = Path(drill)
     if not path.is_file():
         raise ByzantineError(f"drill: no such file: {drill}. Give the name of an attack or an existing JSON file.")
-    return dict(json.loads(path.read_text(encoding="utf-8")))
+    return read_json(path)
 
 
 def on_last(spec: Mapping[str, Any], n: int, count: int) -> dict[str, Any]:

@@ -8,18 +8,24 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from ds_byzantine._names import REHEARSAL
 from ds_byzantine.cli.ranks import started, tail
 from ds_byzantine.cli.rehearsal import Cell, judged, on_last, section_for, spec_of
-from ds_byzantine.errors import HostStateError
+from ds_byzantine.config import parse_section
+from ds_byzantine.drills.scenario import DrillConfig
+from ds_byzantine.errors import ConfigError, HostStateError
 from ds_byzantine.report.read import EVENTS, Reader, Story, read
 
 TAIL = 0.1  # share of the steps, the last ones, over which the loss is averaged
 PLACE = "{run}"  # in the script's arguments: the folder of this of the three runs
 STOCK: dict[str, Any] = {"rule": "mean", "f": 0, "pre": [], "scope": "tensor", "on_suspect": "log", "drill": None}
+
+KEYS, DONE = "section.json", "done.json"
+LATE = "was stopped after"
 
 Tell = Callable[[str, int], None]
 
@@ -81,11 +87,18 @@ def rehearse(script: Script, drill: Any, rule: str | None, f: int | None, tell: 
         HostStateError: the script failed, or ended without a step or a loss; names the log.
     """
     spec = spec_of(drill)
+    DrillConfig.load(spec)
+    if rule is not None:
+        parse_section(section_for(rule))
     own: dict[str, Any] = {} if rule is None else section_for(rule)
     if f is not None:
         own["f"] = f
     clean = _run(script, "clean", STOCK, tell)
     held = _run(script, "rule", {**own, "drill": spec}, tell)
+    if held.rule == "mean":
+        raise ConfigError(
+            "drill: the rule of the script's section is the mean itself. Name the rule to try with --rule."
+        )
     attack = on_last(spec, held.replicas, max(held.f, 1))
     mean = _run(script, "mean", {**STOCK, "drill": attack}, tell, may_fail=True)
     return clean, [_cell(one, name, attack, held.f, clean.loss) for one, name in ((mean, "mean"), (held, held.rule))]
@@ -99,22 +112,35 @@ def _cell(ran: Ran, rule: str, attack: Mapping[str, Any], f: int, clean: float) 
 def _run(script: Script, name: str, keys: Mapping[str, Any], tell: Tell, *, may_fail: bool = False) -> Ran:
     folder = script.out / name
     request = {**keys, "monitor": {"dir": str(folder.resolve())}}
-    wanted = {"script": str(script.path), "arguments": script.arguments, "ranks": script.ranks, "keys": request}
-    stamp = folder / "done.json"
+    wanted = {
+        "script": _digest(script.path),
+        "arguments": list(script.arguments),
+        "ranks": script.ranks,
+        "keys": request,
+    }
+    wanted["files"] = {one: _digest(Path(one)) for one in script.arguments if Path(one).is_file()}
+    stamp = folder / DONE
     failed = _found(stamp, wanted)
-    if failed is None:
-        failed = _launch(script, folder, request, lambda steps: tell(name, steps))
-        if failed and not may_fail:
-            raise HostStateError(f"drill: the {name} run of {script.path} {failed}. {tail(folder / 'launch.log')}")
-        stamp.write_text(json.dumps({**wanted, "failed": failed}, indent=1), encoding="utf-8")
-    return _ran(folder, failed=bool(failed))
+    if failed is not None:
+        return _ran(folder, failed=bool(failed))
+    failed = _launch(script, folder, request, lambda steps: tell(name, steps))
+    if failed and (not may_fail or not (folder / EVENTS).exists() or failed.startswith(LATE)):
+        raise HostStateError(f"drill: the {name} run of {script.path} {failed}. {tail(folder / 'launch.log')}")
+    ran = _ran(folder, failed=bool(failed))  # raises if there is nothing to compare: then it is run again next time
+    part = stamp.with_suffix(".part")
+    part.write_text(json.dumps({**wanted, "failed": failed}, indent=1), encoding="utf-8")
+    part.replace(stamp)
+    return ran
 
 
 def _launch(script: Script, folder: Path, request: Mapping[str, Any], tell: Callable[[int], None]) -> str:
     """Run the script to its end. Returns what went wrong, or nothing."""
-    shutil.rmtree(folder, ignore_errors=True)
+    keys = folder / KEYS
+    if folder.exists() and any(folder.iterdir()) and not keys.is_file():
+        raise ConfigError(f"drill: {folder} holds something else already. Name another folder with --out.")
+    if folder.exists():
+        shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    keys = folder / "section.json"
     keys.write_text(json.dumps(request, indent=1), encoding="utf-8")
     arguments = [one.replace(PLACE, str(folder)) for one in script.arguments]
     environment = {REHEARSAL: str(keys.resolve())}
@@ -125,7 +151,7 @@ def _launch(script: Script, folder: Path, request: Mapping[str, Any], tell: Call
                 tell(_steps(reader.story))
             time.sleep(0.5)
         if process.poll() is None:
-            return f"was stopped after {script.timeout:.0f} s"
+            return f"{LATE} {script.timeout:.0f} s"
     return f"ended with exit code {process.returncode}" if process.returncode else ""
 
 
@@ -166,8 +192,14 @@ def _steps(story: Story) -> int:
 
 def _found(stamp: Path, wanted: Mapping[str, Any]) -> str | None:
     """How exactly this run ended when it was made; None if it was not."""
-    if not stamp.exists():
+    try:
+        found = json.loads(stamp.read_text(encoding="utf-8"))
+        failed = str(found.pop("failed"))
+    except (OSError, ValueError, KeyError, AttributeError):
         return None
-    found = json.loads(stamp.read_text(encoding="utf-8"))
-    failed = found.pop("failed")
-    return str(failed) if found == json.loads(json.dumps(wanted)) else None
+    return failed if found == json.loads(json.dumps(wanted)) else None
+
+
+def _digest(path: Path) -> str:
+    """Where a file lies and what is in it."""
+    return f"{path.resolve()} {sha256(path.read_bytes()).hexdigest()}"

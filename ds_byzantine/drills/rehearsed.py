@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from ds_byzantine._names import REHEARSAL
 from ds_byzantine.errors import ConfigError
+
+logger = logging.getLogger("ds_byzantine")
 
 
 def rehearsed(section: Any) -> Any:
@@ -35,11 +38,14 @@ def rehearsed(section: Any) -> Any:
             f"{REHEARSAL} names {name}, which cannot be read ({error}). It belongs to `ds-byzantine drill --script`; "
             "unset it in any other job."
         ) from error
-    own = dict(section) if isinstance(section, Mapping) else {}
+    if section is not None and not isinstance(section, Mapping):
+        return section  # the parser says what is wrong with it
+    logger.warning("this job is a rehearsal: %s changes its section. Unset it if you did not ask for one.", REHEARSAL)
+    own = dict(section or {})
     monitor = own.get("monitor")
     merged = {**own, **keys, "enabled": True}
-    if isinstance(monitor, Mapping):
-        merged["monitor"] = {**monitor, **keys.get("monitor", {}), "every": 1}
+    if isinstance(monitor, Mapping) or "monitor" not in own:
+        merged["monitor"] = {**(monitor or {}), **keys.get("monitor", {}), "every": 1}
     if merged.get("on_suspect") == "checkpoint_exit":
         merged["on_suspect"] = "log"
     return merged

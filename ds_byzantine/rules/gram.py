@@ -77,7 +77,7 @@ def partial_basis(rows_ND: Tensor) -> Tensor:
     """
     n = rows_ND.shape[0]
     total = torch.zeros(n + 1, n + 1, dtype=torch.float64, device=rows_ND.device)
-    if n == 0:  # all rows of a piece were NaN: they have no median
+    if n == 0 or rows_ND.shape[1] == 0:  # no rows: all of a piece were NaN, and have no median
         return total
     if native.ready(rows_ND):
         total = native.gram(rows_ND)

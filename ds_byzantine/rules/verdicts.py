@@ -186,7 +186,7 @@ def _runs(pieces: Sequence[Piece], verdicts: Sequence[Verdict]) -> list[tuple[Pi
 
 def _squared_distances(rows_ND: Tensor, out_D: Tensor) -> Tensor:
     """||x_i - out||^2 in cache-sized blocks, [n] float64 on the CPU."""
-    if native.ready(rows_ND) and out_D.dtype == compute_dtype(rows_ND.dtype):
+    if native.ready(rows_ND) and out_D.dtype == compute_dtype(rows_ND.dtype) and out_D.is_contiguous():
         return native.squared_distances(rows_ND, out_D)
     total = torch.zeros(rows_ND.shape[0], dtype=torch.float64, device=rows_ND.device)
     start = 0

@@ -1,4 +1,6 @@
-"""The order statistics of sorting.py compiled for the CPU at hand: the same bits, 5 to 20 times as fast.
+"""The order statistics of sorting.py compiled for the CPU at hand, 5 to 20 times as fast.
+
+The results have the same bits, but for denormal numbers.
 
 `ranks.cpp` is compiled when it is first needed, in about a second, and kept in the user's cache folder. A network that
 is used a lot is compiled by itself, in the background: with the rows in registers it runs at the speed of a mean. Where

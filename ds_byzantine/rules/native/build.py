@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -50,7 +51,12 @@ class Building:
             self._made = Path(name)
             null = subprocess.DEVNULL
             self._process = subprocess.Popen(
-                [*command, "-o", name], stdin=null, stdout=null, stderr=subprocess.PIPE, text=True
+                [*command, "-o", name],
+                stdin=null,
+                stdout=null,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
             )
 
     def library(self, *, wait: bool = False) -> ctypes.CDLL | None:
@@ -73,7 +79,10 @@ class Building:
                 raise OSError(f"the compiler failed: {said.strip()[:300]}")
             self._made.replace(self.target)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # with the compiler proper, which is a child of the one that was started
+            process.wait()
             raise OSError(f"the compiler was not done after {PATIENCE:.0f} s") from None
         finally:
             self._process = None
@@ -91,7 +100,7 @@ def library() -> ctypes.CDLL | None:
     try:
         return _start(()).library(wait=True)
     except OSError as error:
-        logger.info("order statistics run in PyTorch, several times slower: ranks.cpp was not compiled (%s).", error)
+        logger.warning("order statistics run in PyTorch, several times slower: ranks.cpp was not compiled (%s).", error)
         return None
 
 
@@ -124,17 +133,25 @@ def _folder() -> Path:
     Raises:
         OSError: it is another user's, or others can write to it.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base) / "ds_byzantine"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:  # a home that cannot be written to, as in some containers
+    if not hasattr(os, "getuid"):
+        raise OSError("this system has no user numbers, so nobody can tell whose a folder is")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"))
+    folder = base / "ds_byzantine"
+    if not base.is_absolute() or not _usable(folder):  # a user without a home, or one that cannot be written to
         folder = Path(tempfile.gettempdir()) / f"ds_byzantine-{os.getuid()}"
         folder.mkdir(exist_ok=True, mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise OSError(f"{folder} can be written to by others; make it yours alone (chmod 700) or remove it")
     return folder
+
+
+def _usable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _clear(folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ds_byzantine.rules.native.build import Building, library, specialised
 from ds_byzantine.rules.network import network
@@ -26,12 +27,14 @@ _Result = TypeVar("_Result")
 
 
 def ready(rows_ND: Tensor) -> bool:
-    """Whether the compiled functions take these rows: [n, D] of n <= 128 on the CPU, each row contiguous.
+    """Whether the compiled functions take these rows: plain tensors [n, D] of n <= 128 on the CPU, rows contiguous.
 
     The first call compiles the library, which takes about a second.
     """
     return (
-        rows_ND.device.type == "cpu"
+        type(rows_ND) in (Tensor, Parameter)  # not a fake or wrapped one, whose memory is not its own
+        and rows_ND.device.type == "cpu"
+        and not rows_ND.is_neg()
         and rows_ND.dtype in TYPES
         and rows_ND.dim() == 2
         and 0 < rows_ND.shape[0] <= MOST_ROWS
@@ -54,7 +57,7 @@ def mean_of_ranks(rows_ND: Tensor, lo: int, hi: int, *, halves: bool = False, ke
         [D] float32, or float64 for float64 rows.
     """
     n, columns = rows_ND.shape
-    out_D = torch.empty(columns, dtype=torch.float64 if rows_ND.dtype == torch.float64 else torch.float32)
+    out_D = torch.empty(columns, dtype=torch.float64 if rows_ND.dtype == torch.float64 else torch.float32, device="cpu")
     chosen = _sorter(n, lo, hi, halves, keep)
     call = chosen.library(n * columns).ds_byzantine_reduce
 
@@ -78,11 +81,11 @@ def gram(rows_ND: Tensor) -> Tensor:
     call = chosen.library(n * columns).ds_byzantine_gram
 
     def part(start: int, stop: int) -> Tensor:
-        total_EE = torch.zeros(n + 1, n + 1, dtype=torch.float64)
+        total_EE = torch.zeros(n + 1, n + 1, dtype=torch.float64, device="cpu")
         call(*_rows(rows_ND, start, stop), *chosen.job, _at(total_EE, 0))
         return total_EE
 
-    zero_EE = torch.zeros(n + 1, n + 1, dtype=torch.float64)
+    zero_EE = torch.zeros(n + 1, n + 1, dtype=torch.float64, device="cpu")
     upper_EE = torch.stack([zero_EE, *_split(n, columns, part)]).sum(0).triu_()
     return upper_EE + upper_EE.triu(1).T
 
@@ -93,11 +96,11 @@ def squared_distances(rows_ND: Tensor, centre_D: Tensor) -> Tensor:
     call = _loaded().ds_byzantine_squares
 
     def part(start: int, stop: int) -> Tensor:
-        sums_N = torch.zeros(n, dtype=torch.float64)
+        sums_N = torch.zeros(n, dtype=torch.float64, device="cpu")
         call(*_rows(rows_ND, start, stop), _at(centre_D, start), _at(sums_N, 0))
         return sums_N
 
-    return torch.stack([torch.zeros(n, dtype=torch.float64), *_split(n, columns, part)]).sum(0)
+    return torch.stack([torch.zeros(n, dtype=torch.float64, device="cpu"), *_split(n, columns, part)]).sum(0)
 
 
 def finite(rows_ND: Tensor) -> Tensor:
@@ -106,11 +109,11 @@ def finite(rows_ND: Tensor) -> Tensor:
     call = _loaded().ds_byzantine_finite
 
     def part(start: int, stop: int) -> Tensor:
-        flags_N = torch.ones(n, dtype=torch.bool)
+        flags_N = torch.ones(n, dtype=torch.bool, device="cpu")
         call(*_rows(rows_ND, start, stop), _at(flags_N, 0))
         return flags_N
 
-    return torch.stack([torch.ones(n, dtype=torch.bool), *_split(n, columns, part)]).all(0)
+    return torch.stack([torch.ones(n, dtype=torch.bool, device="cpu"), *_split(n, columns, part)]).all(0)
 
 
 def settle() -> None:
@@ -192,7 +195,10 @@ def _split(n: int, columns: int, part: Callable[[int, int], _Result]) -> list[_R
         return [part(0, columns)]
     width = -(-columns // threads // 512) * 512
     bounds = [(start, min(start + width, columns)) for start in range(0, columns, width)]
-    return list(_pool(threads).map(lambda bound: part(*bound), bounds))
+    try:
+        return list(_pool(threads).map(lambda bound: part(*bound), bounds))
+    except RuntimeError:  # the interpreter is ending and starts no more threads
+        return [part(0, columns)]
 
 
 @lru_cache(maxsize=8)
@@ -211,7 +217,7 @@ def _checked() -> bool:
     """Whether there is a library, and it finds medians that are known."""
     if library() is None:
         return False
-    values_D = torch.arange(130, dtype=torch.float32)
+    values_D = torch.arange(130, dtype=torch.float32, device="cpu")
     rows_ND = torch.stack([values_D + shift for shift in (2.0, -9.0, 1.0, 700.0, 0.0)])
     if torch.equal(mean_of_ranks(rows_ND, 2, 3), values_D + 1.0):
         return True
