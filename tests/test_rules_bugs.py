@@ -110,3 +110,12 @@ def test_ties_go_to_the_lowest_index(rule: str) -> None:
     used = chosen.points_TKE.sum(1) if isinstance(chosen, Geometry) else chosen
     count = {"krum": 1, "bulyan": 5}.get(rule, 6)
     assert torch.equal(used > 0, (torch.arange(8) < count).expand(2, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_krum_returns_one_of_the_rows_bit_by_bit(dtype: torch.dtype) -> None:
+    rows = (torch.randn(7, 300, generator=torch.Generator().manual_seed(5)) * 1e-3).to(dtype)
+    picked = aggregate(rows, rule="krum", f=1)
+    assert any(torch.equal(picked, row) for row in rows)
+    picked.zero_()
+    assert rows.any(), "the output is no view of the row"
