@@ -70,6 +70,8 @@ lint: $(DEPS)
 
 bench: $(DEPS)
 	$(PY) -m benchmarks.training_step
+	$(PY) -m benchmarks.exchange
+	$(PY) -m benchmarks.rules_speed
 	$(PY) -m benchmarks.rules_table
 	$(PY) -m benchmarks.numerics
 	$(PY) -m benchmarks.detection
