@@ -130,7 +130,7 @@ def _script(wanted: Script, what: str, rule: str | None, f: int | None, as_json:
 
 
 def _show(cells: list[Cell], clean: float, loss: str, label: str, out: Path, as_json: bool) -> NoReturn:
-    held = all(cell.held and not cell.wrong for cell in cells if cell.rule != "mean")
+    held = _held(cells)
     if as_json:
         print_json({"ok": held, "clean": _number(clean), "out": str(out), "cells": _plain(cells)})
         raise typer.Exit(0 if held else 1)
@@ -156,7 +156,7 @@ def _matrix(cells: list[Cell], clean: float, out: Path, as_json: bool) -> NoRetu
     from ds_byzantine.cli import matrix
 
     files = [str(path) for path in matrix.write(cells, out)]
-    held = all(cell.held and not cell.wrong for cell in cells if cell.rule != "mean")
+    held = _held(cells)
     if as_json:
         print_json({"ok": True, "held": held, "clean": _number(clean), "cells": _plain(cells), "written": files})
         raise typer.Exit(0)
@@ -170,6 +170,11 @@ def _matrix(cells: list[Cell], clean: float, out: Path, as_json: bool) -> NoRetu
         shown.print(table)
     shown.print("  ".join(files))
     raise typer.Exit(0)
+
+
+def _held(cells: list[Cell]) -> bool:
+    """Whether every rule kept its loss and named no healthy replica; the mean is the comparison, not judged."""
+    return all(cell.held and not cell.wrong for cell in cells if cell.rule != "mean")
 
 
 def _plain(cells: list[Cell]) -> list[dict[str, Any]]:

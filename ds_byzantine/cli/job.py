@@ -59,13 +59,18 @@ class Job:
         return None if self.params is None else -(-self.params // (self.tp * self.pp))
 
     @property
+    def model_ranks(self) -> int:
+        """Ranks of one copy of the model."""
+        return self.tp * self.pp * self.sp * self.ep
+
+    @property
     def block(self) -> int:
         """Ranks that fail as one."""
-        return max(self.tp * self.pp * self.sp * self.ep, self.node_size or 1)
+        return max(self.model_ranks, self.node_size or 1)
 
     def fits(self, world_size: int) -> bool:
         """Whether so many ranks make whole replicas."""
-        return world_size % (self.tp * self.pp * self.sp * self.ep) == 0 and world_size % (self.node_size or 1) == 0
+        return world_size % self.model_ranks == 0 and world_size % (self.node_size or 1) == 0
 
     def replicas(self, world_size: int) -> int:
         """n of a job of so many ranks.
@@ -73,8 +78,7 @@ class Job:
         Raises:
             ConfigError: the ranks do not make whole replicas.
         """
-        model = self.tp * self.pp * self.sp * self.ep
-        for size, what in ((model, "tp x pp x sp x ep"), (self.node_size or 1, "ranks of a host")):
+        for size, what in ((self.model_ranks, "tp x pp x sp x ep"), (self.node_size or 1, "ranks of a host")):
             if world_size % size:
                 raise ConfigError(
                     f"{world_size} ranks are no multiple of {size} ({what}), so they do not make whole replicas. "

@@ -69,6 +69,7 @@ def traced(key: Key) -> Callable[..., Tensor]:
     comparators = network(n, *((0, n, True) if keep else (lo, hi, False)))
 
     def ranks(*rows: Tensor) -> Tensor:
+        """N rows [D] -> [D] float32."""
         w = [row.float() for row in rows]
         for i, j, wants_low, wants_high in comparators:
             a, b = w[i], w[j]
