@@ -13,7 +13,7 @@ from ds_byzantine.exchange.groups import Peers
 from ds_byzantine.exchange.routes import Routes
 from ds_byzantine.monitor.recorder import Recorder
 from ds_byzantine.rules.apply import Aggregator
-from ds_byzantine.rules.verdicts import Verdict, decide
+from ds_byzantine.rules.verdicts import Attempt, Verdict, decide
 from ds_byzantine.statistics import Statistics, agreed_statistics
 
 
@@ -25,11 +25,13 @@ class Block:
         rows_ND: of this rank's chunk.
         routes: of the bucket.
         kind: the reduction that the bucket belongs to.
+        attempt: its aggregate if all rows take part, if that is known before the verdicts.
     """
 
     rows_ND: Tensor
     routes: Routes
     kind: int = 0
+    attempt: Attempt | None = None
 
 
 class Judge:
@@ -99,7 +101,7 @@ class Judge:
             finite_N = sum_over_ranks(self.peers.replica, (~finite_N).double(), device) == 0
         if not all(bool(part.finite_TN.eq(finite_N).all()) for part in parts):
             parts = [self._statistics(one, step, finite_N) for one in held]
-        bases_KEE = self._counted_bases(held, parts) if self._products(step) else None
+        bases_KEE = self._counted_bases(held, parts) if self.wants_products(step) else None
         basis_1EE = self._over_replica(bases_KEE, device)
         with self.recorder.timed("rule"):
             verdict = decide(self.aggregator, finite_N[None], basis_1EE, step)[0][0]
@@ -143,7 +145,7 @@ class Judge:
         size = bases_KEE.shape[-1]
         return torch.stack([totals[key] for key in sorted(totals)]).sum(0).view(1, size, size)
 
-    def _products(self, step: int) -> bool:
+    def wants_products(self, step: int) -> bool:
         """Whether inner products are computed in this step."""
         extra = self.products_every > 0 and step % self.products_every == 0 and self.scope != "shard"
         return self.aggregator.needs_gram or extra
@@ -155,7 +157,8 @@ class Judge:
             one.rows_ND,
             one.routes,
             self.recorder,
-            with_gram=self._products(step),
+            with_gram=self.wants_products(step),
             scope=self.scope,
             kept_N=kept_N,
+            flags_PN=None if one.attempt is None else one.attempt.finite_PN,
         )

@@ -24,7 +24,7 @@ from ds_byzantine.exchange.workspace import Workspace
 from ds_byzantine.monitor.events import StepEvent
 from ds_byzantine.monitor.recorder import Recorder
 from ds_byzantine.rules.apply import Aggregator
-from ds_byzantine.rules.verdicts import Verdict, combine_pieces
+from ds_byzantine.rules.verdicts import Attempt, Verdict, combine_pieces
 from ds_byzantine.trust.digest import row_digests
 from ds_byzantine.types import Bucket
 
@@ -96,6 +96,7 @@ class ShardAggregator:
             one.bucket = replace(bucket, flat=bucket.flat[:0])
             self._held.append(one)
         else:
+            self._attempt(one)
             self._resolve([one])
             commit(bucket.flat)
 
@@ -132,6 +133,15 @@ class ShardAggregator:
             if self.left_out:
                 rows_ND[self.left_out] = float("nan")  # which no tensor takes, and which counts against f
         return Held(rows_ND, route, bucket.kind, bucket=bucket, commit=commit)
+
+    def _attempt(self, one: Held) -> None:
+        """Aggregate all rows at the first look at them, if that spares a pass; `_combine` does again what it must."""
+        if self.left_out or self._judge.wants_products(self.step):
+            return
+        rank = self.peers.parts[one.kind].transport.rank
+        with self.recorder.timed("rule"):
+            chunk_D = one.bucket.layout.chunk_of(one.bucket.flat, rank)
+            one.attempt = Attempt.at(one.rows_ND, one.routes.pieces[rank], self.aggregator, chunk_D)
 
     def _resolve(self, held: Sequence[Held]) -> None:
         """Decide, combine and deliver; the buckets are decided on together if the scope is "model"."""
@@ -182,8 +192,8 @@ class ShardAggregator:
             distances_N = self.recorder.tallies[one.kind].own_distances
         counted = [piece for piece in pieces if self.peers.counts(names[piece.tensor])]
         others = [piece for piece in pieces if not self.peers.counts(names[piece.tensor])]
-        combine_pieces(one.rows_ND, counted, verdicts, chunk_D, distances_N)
-        combine_pieces(one.rows_ND, others, verdicts, chunk_D, None)
+        combine_pieces(one.rows_ND, counted, verdicts, chunk_D, distances_N, one.attempt)
+        combine_pieces(one.rows_ND, others, verdicts, chunk_D, None, one.attempt)
         if one.bucket.scale != 1.0:
             chunk_D *= one.bucket.scale
 

@@ -48,6 +48,7 @@ def agreed_statistics(
     with_gram: bool,
     scope: str = "tensor",
     kept_N: Tensor | None = None,
+    flags_PN: Tensor | None = None,
 ) -> Statistics:
     """Which rows of each tensor are finite, and the tensors' matrices over exactly those rows.
 
@@ -61,6 +62,7 @@ def agreed_statistics(
         scope: "shard": this rank's pieces only, without communication; tensors without a piece here have all rows
             finite and a zero matrix. "model": this reduction only; the sum over the others is the caller's.
         kept_N: rows to use, bool [n], if that is decided already.
+        flags_PN: which rows are finite in this rank's pieces, uint8 [P, n], if that is known already.
     """
     part = peers.parts[kind]
     n, own = part.n, routes.pieces[part.transport.rank]
@@ -70,7 +72,8 @@ def agreed_statistics(
     first_TN: Tensor | None = None
     while True:  # once as a rule; each further round uses fewer rows, those that were found finite everywhere
         with recorder.timed("rule"):
-            mine_PW = _own_statistics(rows_ND, own, kept, with_gram)
+            known = None if with_gram else flags_PN
+            mine_PW = _own_statistics(rows_ND, own, kept, with_gram) if known is None else known.to(rows_ND.device)
         if scope == "shard":
             partials, numbers = [mine_PW.cpu()], [[piece.tensor for piece in own]]
         else:

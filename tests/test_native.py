@@ -16,7 +16,8 @@ from ds_byzantine import aggregate
 from ds_byzantine.rules import fused, native
 from ds_byzantine.rules.gram import compute_dtype, finite_rows, partial_basis
 from ds_byzantine.rules.native import build, kernels
-from ds_byzantine.rules.sorting import mean_nearest, mean_of_ranks, median_of_rows
+from ds_byzantine.rules.network import Ranks
+from ds_byzantine.rules.sorting import median_of_rows, of_ranks
 
 pytestmark = pytest.mark.skipif(not native.ready(torch.zeros(2, 2)), reason="no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -48,9 +49,10 @@ def test_the_same_bits(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
         wide = x.to(compute_dtype(dtype))  # what the PyTorch version is given
         for compute in (
             median_of_rows,
-            lambda some, cut=cut: mean_of_ranks(some, cut, n - cut),
-            lambda some, cut=cut: mean_nearest(some, cut, n - cut, n - cut),
-            lambda some, cut=cut: mean_nearest(some, (n - 1) // 2, n // 2 + 1, n - cut),
+            lambda some: of_ranks(some, Ranks(0, n)),
+            lambda some, cut=cut: of_ranks(some, Ranks(cut, n - cut)),
+            lambda some, cut=cut: of_ranks(some, Ranks(cut, n - cut, keep=n - cut)),
+            lambda some, cut=cut: of_ranks(some, Ranks.middle(n, keep=n - cut)),
         ):
             with monkeypatch.context() as patch:
                 patch.setattr(native, "ready", lambda _: False)
@@ -70,16 +72,16 @@ def test_the_same_aggregate(rule: str, dtype: torch.dtype, monkeypatch: pytest.M
 @pytest.mark.parametrize("keep", [0, 6])
 def test_a_network_that_is_compiled_by_itself(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = rows(8, 1000, torch.float32)
-    lo, hi = (3, 5) if keep == 0 else (2, 6)
-    before = kernels.mean_of_ranks(x, lo, hi, halves=keep == 0, keep=keep)
+    ranks = Ranks(3, 5, True) if keep == 0 else Ranks(2, 6, keep=keep)
+    before = kernels.mean_of_ranks(x, ranks)
     monkeypatch.setattr(kernels, "MANY", 1)
     monkeypatch.setattr(kernels, "_sorters", {})
     general = kernels._loaded()
-    kernels.mean_of_ranks(x, lo, hi, halves=keep == 0, keep=keep)
+    kernels.mean_of_ranks(x, ranks)
     native.settle()
     [sorter] = kernels._sorters.values()
     assert sorter.library(1) is not general
-    assert torch.equal(kernels.mean_of_ranks(x, lo, hi, halves=keep == 0, keep=keep), before)
+    assert torch.equal(kernels.mean_of_ranks(x, ranks), before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,7 +124,7 @@ def test_threads_change_nothing() -> None:
 
     def all_of_it() -> list[Tensor]:
         distances = native.squared_distances(x, x[0].clone())
-        return [native.mean_of_ranks(x, 3, 5), native.finite(x), native.finite(bad), native.gram(x), distances]
+        return [native.mean_of_ranks(x, Ranks(3, 5)), native.finite(x), native.finite(bad), native.gram(x), distances]
 
     alone = all_of_it()
     before = torch.get_num_threads()
@@ -145,6 +147,46 @@ def test_distances(dtype: torch.dtype, width: int) -> None:
     torch.testing.assert_close(native.squared_distances(x, centre), exact, rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 2, 5, 8, 64])
+def test_a_reduction_that_looks_at_the_rows(n: int, dtype: torch.dtype) -> None:
+    """The output is that of the two-step way to the bit; the distances are to what it was before it was rounded."""
+    for width in (1, 37, 2048, 5001):
+        x = rows(n, width, dtype, seed=width).clamp(-9, 9)
+        for ranks in (Ranks(0, n), Ranks.middle(n), Ranks.middle(n, keep=max(1, n - 2)), Ranks(n // 4, n - n // 4)):
+            out = torch.full((width,), float("nan"), dtype=dtype)
+            found = native.reduce_into(x, ranks, out)
+            centre = native.mean_of_ranks(x, ranks)
+            assert torch.equal(out, centre.to(dtype))
+            exact = (x.double() - centre.double()).square().sum(1)
+            torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_reduction_shows_rows_that_are_not_finite(dtype: torch.dtype, bad: float) -> None:
+    for column in (0, 2500, 3000):
+        x = rows(5, 3001, dtype)
+        x[3, column] = bad
+        for ranks in (Ranks(0, 5), Ranks.middle(5), Ranks(1, 4), Ranks.middle(5, keep=3)):
+            found = native.reduce_into(x, ranks, torch.empty(3001, dtype=dtype))
+            assert not torch.isfinite(found[3])
+
+
+def test_bfloat16_is_rounded_as_pytorch_does() -> None:
+    """Every exponent, ties, NaN, infinities and the numbers below the smallest normal one."""
+    bits = torch.arange(-(1 << 31), 1 << 31, 40_503, dtype=torch.int64)
+    halves = bits // 65_536 * 65_536 + 32_768  # ties
+    wide = torch.cat([bits, halves, halves + 1, halves - 1]).clamp(-(1 << 31), (1 << 31) - 1)
+    values = wide.to(torch.int32).view(torch.float32)
+    out = torch.empty(len(values), dtype=torch.bfloat16)
+    split = torch.stack([values.bfloat16(), (values - values.bfloat16().float()).bfloat16()])
+    native.reduce_into(split, Ranks(0, 2), out)
+    expected = native.mean_of_ranks(split, Ranks(0, 2)).bfloat16()
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+
+
 def test_no_columns() -> None:
     for rule in ("median", "krum", "centered_clip", "geometric_median"):
         for dtype in (*DTYPES, torch.float16):
@@ -157,7 +199,7 @@ def test_another_default_device() -> None:
         assert aggregate(x, rule="median", f=1).equal(x.median(0).values)
         assert native.finite(x).all()
         assert native.gram(x).shape == (6, 6)
-        assert native.mean_of_ranks(x, 2, 3).equal(x.median(0).values)
+        assert native.mean_of_ranks(x, Ranks(2, 3)).equal(x.median(0).values)
 
 
 def test_a_negated_view() -> None:
@@ -228,15 +270,15 @@ def test_what_killed_processes_left_behind_is_removed(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("key", [(5, 2, 3, True, 0), (6, 2, 4, True, 4), (8, 2, 6, False, 0)])
+@pytest.mark.parametrize("key", [(5, Ranks(2, 3)), (6, Ranks(2, 4, True, 4)), (8, Ranks(2, 6))])
 def test_the_kernel_for_accelerators_gives_the_same_bits(key: fused.Key, dtype: torch.dtype) -> None:
     """Compiled for this CPU; and again for another width, without another compilation."""
-    n, lo, hi, halves, keep = key
+    n, ranks = key
     for width in (500, 1234):
         x = rows(n, width, dtype)
-        found = fused.mean_of_ranks(x, lo, hi, halves=halves, keep=keep)
+        found = fused.mean_of_ranks(x, ranks)
         assert key not in fused._failed
-        assert torch.equal(found, native.mean_of_ranks(x, lo, hi, halves=halves, keep=keep))
+        assert torch.equal(found, native.mean_of_ranks(x, ranks))
     assert torch.equal(found, fused.traced(key)(*x.unbind(0)))
 
 
@@ -247,5 +289,5 @@ def test_a_kernel_that_cannot_be_compiled_is_done_without(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "compile", refuse)
     monkeypatch.setattr(fused, "_failed", set())
     x = rows(7, 100, torch.float32)
-    assert torch.equal(fused.mean_of_ranks(x, 3, 4), native.mean_of_ranks(x, 3, 4))
+    assert torch.equal(fused.mean_of_ranks(x, Ranks(3, 4)), native.mean_of_ranks(x, Ranks(3, 4)))
     assert len(fused._failed) == 1

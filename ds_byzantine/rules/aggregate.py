@@ -53,6 +53,10 @@ def _aggregate(rows_ND: Tensor, ready: Aggregator, seed: int) -> Tensor:
         basis_EE = partial_basis(rows_ND)
         if bool(torch.isfinite(torch.diagonal(basis_EE)).all()):  # so all rows are: no need to look at them again
             return _decided(rows_ND, ready, basis_EE, seed, out_D)
+    else:
+        distances_N = ready.combine_unseen(rows_ND, out_D)
+        if distances_N is not None and bool(torch.isfinite(distances_N).all()):
+            return out_D
     kept_N = finite_rows(rows_ND)
     while True:  # at most n rounds: each but the last removes a row
         bad = n - int(kept_N.sum())

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ds_byzantine.errors import InfeasibleError
-from ds_byzantine.rules import base
+from ds_byzantine.rules import base, native
 from ds_byzantine.rules.base import Rule
 from ds_byzantine.rules.catalog import Kind
 from ds_byzantine.rules.geometry import Geometry
 from ds_byzantine.rules.gram import column_blocks, compute_dtype, full_float32
-from ds_byzantine.rules.sorting import is_compiled, median_of_rows
+from ds_byzantine.rules.sorting import is_compiled, median_of_rows, of_ranks
 
 Named = str | Mapping[str, Any]
 
@@ -99,6 +99,23 @@ class Aggregator:
         points_TKE: Tensor = chosen[:, None, :] if self.rule.info.kind is Kind.GRAM else chosen.points_TKE
         return points_TKE
 
+    def combine_unseen(self, rows_ND: Tensor, out_D: Tensor) -> Tensor | None:
+        """Write the aggregate as it is if all rows are finite, and look at them in the same pass.
+
+        Args:
+            rows_ND: [n, D], floating.
+            out_D: [D]; must not overlap `rows_ND`. Undefined if a row is not finite, or if None is returned.
+
+        Returns:
+            Squared distances of the rows to the aggregate, [n] float64, all finite only if all rows are; or None if
+            this rule has no such pass on these rows.
+        """
+        if self.needs_gram or self.rule.ranks is None or not native.ready(rows_ND):
+            return None
+        if out_D.dtype != rows_ND.dtype or not out_D.is_contiguous():
+            return None
+        return native.reduce_into(rows_ND, self.rule.ranks(len(rows_ND), self.f), out_D)
+
     def combine(self, rows_ND: Tensor, points_KE: Tensor | None, out_D: Tensor) -> None:
         """Write the aggregate of the rows at hand into `out_D`.
 
@@ -113,8 +130,8 @@ class Aggregator:
                 out_D.copy_(rows_ND[picked])
                 return
             points_KE = points_KE.to(rows_ND.device, compute_dtype(rows_ND.dtype))
-        elif self.rule.any_rows and out_D.dtype == rows_ND.dtype and is_compiled(rows_ND):
-            out_D.copy_(self.rule.function(rows_ND, self.f, **self.params))
+        elif self.rule.ranks is not None and out_D.dtype == rows_ND.dtype and is_compiled(rows_ND):
+            out_D.copy_(of_ranks(rows_ND, self.rule.ranks(len(rows_ND), self.f)))
             return
         start = 0
         with full_float32():

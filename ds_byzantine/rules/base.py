@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from ds_byzantine.errors import ConfigError
 from ds_byzantine.rules import catalog
 from ds_byzantine.rules.catalog import Kind, Param, RuleInfo
+from ds_byzantine.rules.network import Ranks
 
 RuleFunction = Callable[..., Any]
 Function = TypeVar("Function", bound=RuleFunction)
@@ -34,25 +35,29 @@ class Rule:
     """A catalog entry with its function(s).
 
     Args:
-        any_rows: the function takes rows of any floating dtype and any width at once, not only blocks of wide floats.
+        ranks: (n, f) -> what the rule is per coordinate, if it is a mean of order statistics of the n rows.
     """
 
     info: RuleInfo
     function: RuleFunction
     finish: RuleFunction | None = None
-    any_rows: bool = False
+    ranks: Callable[[int, int], Ranks] | None = None
 
 
 _FUNCTIONS: dict[tuple[str, bool], Rule] = {}
 
 
 def implements(
-    name: str, *, pre: bool = False, finish: RuleFunction | None = None, any_rows: bool = False
+    name: str,
+    *,
+    pre: bool = False,
+    finish: RuleFunction | None = None,
+    ranks: Callable[[int, int], Ranks] | None = None,
 ) -> Callable[[Function], Function]:
     """Decorator: the function below is the built-in rule `name` of the catalog."""
 
     def bind(function: Function) -> Function:
-        _FUNCTIONS[name, pre] = Rule(catalog.lookup(name, pre=pre), function, finish, any_rows)
+        _FUNCTIONS[name, pre] = Rule(catalog.lookup(name, pre=pre), function, finish, ranks)
         return function
 
     return bind

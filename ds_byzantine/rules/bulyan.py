@@ -8,7 +8,8 @@ from torch import Tensor
 from ds_byzantine.rules.base import implements
 from ds_byzantine.rules.geometry import Geometry
 from ds_byzantine.rules.krum import scores
-from ds_byzantine.rules.sorting import mean_nearest
+from ds_byzantine.rules.network import Ranks
+from ds_byzantine.rules.sorting import of_ranks
 
 
 def bulyan_finish(rows_KD: Tensor, f: int, *, neighbors: str = "n-f-2") -> Tensor:
@@ -30,7 +31,7 @@ def bulyan_finish(rows_KD: Tensor, f: int, *, neighbors: str = "n-f-2") -> Tenso
         El Mhamdi, Guerraoui, Rouault 2018, section 4.
     """
     k = len(rows_KD)
-    return mean_nearest(rows_KD, (k - 1) // 2, k // 2 + 1, max(k - 2 * f, 1))
+    return of_ranks(rows_KD, Ranks.middle(k, keep=max(k - 2 * f, 1)))
 
 
 @implements("bulyan", finish=bulyan_finish)

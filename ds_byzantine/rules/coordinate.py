@@ -6,10 +6,32 @@ import torch
 from torch import Tensor
 
 from ds_byzantine.rules.base import implements
-from ds_byzantine.rules.sorting import mean_nearest, mean_of_ranks, median_of_rows
+from ds_byzantine.rules.network import Ranks
+from ds_byzantine.rules.sorting import median_of_rows, of_ranks
 
 
-@implements("mean")
+def _all(n: int, f: int) -> Ranks:
+    return Ranks(0, n)
+
+
+def _middle(n: int, f: int) -> Ranks:
+    return Ranks.middle(n)
+
+
+def _trimmed(n: int, f: int) -> Ranks:
+    cut = min(f, (n - 1) // 2)
+    return Ranks(cut, n - cut)
+
+
+def _around_median(n: int, f: int) -> Ranks:
+    return Ranks.middle(n, keep=n - f)
+
+
+def _around_trimmed(n: int, f: int) -> Ranks:
+    return _trimmed(n, f)._replace(keep=n - f)
+
+
+@implements("mean", ranks=_all)
 def mean(rows_ND: Tensor, f: int) -> Tensor:
     """Plain mean of the rows.
 
@@ -24,10 +46,10 @@ def mean(rows_ND: Tensor, f: int) -> Tensor:
         >>> mean(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), 0)
         tensor([2., 4.])
     """
-    return rows_ND.mean(0)
+    return of_ranks(rows_ND, _all(len(rows_ND), f))
 
 
-@implements("median", any_rows=True)
+@implements("median", ranks=_middle)
 def median(rows_ND: Tensor, f: int) -> Tensor:
     """Coordinate-wise median; for even n the mean of the two middle values.
 
@@ -45,10 +67,10 @@ def median(rows_ND: Tensor, f: int) -> Tensor:
     Reference:
         Yin, Chen, Ramchandran, Bartlett 2018, definition 1.
     """
-    return median_of_rows(rows_ND)
+    return of_ranks(rows_ND, _middle(len(rows_ND), f))
 
 
-@implements("trimmed_mean", any_rows=True)
+@implements("trimmed_mean", ranks=_trimmed)
 def trimmed_mean(rows_ND: Tensor, f: int) -> Tensor:
     """Mean of the order statistics that are left without the f smallest and the f largest.
 
@@ -68,11 +90,10 @@ def trimmed_mean(rows_ND: Tensor, f: int) -> Tensor:
     Reference:
         Yin, Chen, Ramchandran, Bartlett 2018, definition 2.
     """
-    cut = min(f, (len(rows_ND) - 1) // 2)
-    return mean_of_ranks(rows_ND, cut, len(rows_ND) - cut)
+    return of_ranks(rows_ND, _trimmed(len(rows_ND), f))
 
 
-@implements("meamed", any_rows=True)
+@implements("meamed", ranks=_around_median)
 def meamed(rows_ND: Tensor, f: int) -> Tensor:
     """Mean around the median: the mean of the n-f values nearest it. Of two equally near values the lower counts.
 
@@ -90,11 +111,10 @@ def meamed(rows_ND: Tensor, f: int) -> Tensor:
     Reference:
         Xie, Koyejo, Gupta 2018, "Generalized Byzantine-tolerant SGD", definition 8.
     """
-    n = len(rows_ND)
-    return mean_nearest(rows_ND, (n - 1) // 2, n // 2 + 1, n - f)
+    return of_ranks(rows_ND, _around_median(len(rows_ND), f))
 
 
-@implements("phocas", any_rows=True)
+@implements("phocas", ranks=_around_trimmed)
 def phocas(rows_ND: Tensor, f: int) -> Tensor:
     """Mean of the n-f values nearest the trimmed mean. Of two equally near values the lower counts.
 
@@ -112,9 +132,7 @@ def phocas(rows_ND: Tensor, f: int) -> Tensor:
     Reference:
         Xie, Koyejo, Gupta 2018, "Phocas", definition 5.
     """
-    n = len(rows_ND)
-    cut = min(f, (n - 1) // 2)
-    return mean_nearest(rows_ND, cut, n - cut, n - f)
+    return of_ranks(rows_ND, _around_trimmed(len(rows_ND), f))
 
 
 @implements("sign_majority")

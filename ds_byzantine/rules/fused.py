@@ -15,7 +15,7 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-from ds_byzantine.rules.network import network
+from ds_byzantine.rules.network import Ranks
 
 logger = logging.getLogger("ds_byzantine")
 
@@ -23,7 +23,7 @@ MOST_ROWS = 32  # the compiler's time grows with the network: 2 s for 8 rows, 15
 LEAST_COLUMNS = 1 << 14  # below, a launch costs more than the passes that it saves
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-Key = tuple[int, int, int, bool, int]
+Key = tuple[int, Ranks]
 
 _failed: set[Key] = set()
 
@@ -40,9 +40,9 @@ def ready(rows_ND: Tensor) -> bool:
     )
 
 
-def mean_of_ranks(rows_ND: Tensor, lo: int, hi: int, *, halves: bool = False, keep: int = 0) -> Tensor:
+def mean_of_ranks(rows_ND: Tensor, ranks: Ranks) -> Tensor:
     """As `native.mean_of_ranks`: [n, D] -> [D] float32."""
-    key = rows_ND.shape[0], lo, hi, halves, keep
+    key = rows_ND.shape[0], ranks
     rows = rows_ND.unbind(0)
     if key not in _failed:
         try:
@@ -63,10 +63,11 @@ def traced(key: Key) -> Callable[..., Tensor]:
     """The network as plain operations on n rows [D], for the compiler to fuse.
 
     Args:
-        key: n, lo, hi, halves, keep; see `native.mean_of_ranks`.
+        key: n, and what is wanted of the n values.
     """
-    n, lo, hi, halves, keep = key
-    comparators = network(n, *((0, n, True) if keep else (lo, hi, False)))
+    n, wanted = key
+    lo, hi, halves, keep = wanted
+    comparators = wanted.network(n)
 
     def ranks(*rows: Tensor) -> Tensor:
         """N rows [D] -> [D] float32."""
@@ -101,7 +102,7 @@ def _kernel(key: Key) -> Callable[..., Tensor]:
     function = traced(key)
     assert isinstance(function, FunctionType)
     # A code object of its own: the compiler counts its versions by code object and gives up after eight.
-    code = function.__code__.replace(co_name="ranks_" + "_".join(str(int(part)) for part in key))
+    code = function.__code__.replace(co_name="ranks_" + "_".join(str(int(part)) for part in (key[0], *key[1])))
     own = FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
     return torch.compile(own, fullgraph=True, dynamic=True)
 

@@ -15,6 +15,32 @@ class Comparator(NamedTuple):
     wants_high: bool
 
 
+class Ranks(NamedTuple):
+    """What is wanted of n sorted values: the mean of some of them.
+
+    Args:
+        lo, hi: the mean of the ranks lo..hi-1, 0 is the smallest.
+        halves: of two ranks take half of each, which cannot overflow, instead of half their sum.
+        keep: if not 0, the mean of that many values nearest to that mean instead. The nearest values are neighbours in
+            rank: a window of `keep` ranks starts at the lowest and moves up one rank as long as the value that it gains
+            is strictly nearer than the value that it loses (so a tie stays with the lower window).
+    """
+
+    lo: int
+    hi: int
+    halves: bool = False
+    keep: int = 0
+
+    @classmethod
+    def middle(cls, n: int, keep: int = 0) -> Ranks:
+        """The median of n values; of an even number the mean of the two in the middle."""
+        return cls((n - 1) // 2, n // 2 + 1, n % 2 == 0, keep)
+
+    def network(self, n: int) -> tuple[Comparator, ...]:
+        """The comparators on n wires that these ranks need."""
+        return network(n, 0, n) if self.keep else network(n, self.lo, self.hi, ordered=False)
+
+
 @lru_cache(maxsize=256)
 def network(n: int, lo: int, hi: int, ordered: bool = True) -> tuple[Comparator, ...]:
     """Merge-exchange sorting network on n wires, pruned to what the ranks lo..hi-1 need.

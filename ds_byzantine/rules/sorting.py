@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_byzantine.rules import fused, native
-from ds_byzantine.rules.network import network
+from ds_byzantine.rules.network import Ranks, network
 
 # Bytes of rows that the network works on at a time. Measured best at 1 to 4 MiB on CPUs (smaller blocks pay more for
 # dispatch than they save in cache misses); on an accelerator the cost of a launch decides.
@@ -78,11 +78,44 @@ def sorted_rows(
     return wires[lo:hi]
 
 
-def median_of_rows(rows_ND: Tensor | Sequence[Tensor]) -> Tensor:
+def of_ranks(rows_ND: Tensor, ranks: Ranks) -> Tensor:
+    """What `Ranks` asks for, coordinate by coordinate.
+
+    Args:
+        rows_ND: n >= 1 rows, [n, D] floating.
+        ranks: 0 <= lo < hi <= n, 0 <= keep <= n.
+
+    Returns:
+        [D] of the same dtype, never sharing memory with the input.
+
+    Example:
+        >>> of_ranks(torch.tensor([[3.0], [9.0], [2.0], [4.0]]), Ranks(1, 3))
+        tensor([3.5000])
+        >>> of_ranks(torch.tensor([[0.0], [3.0], [2.0]]), Ranks(1, 2, keep=2))
+        tensor([2.5000])
+    """
+    if is_compiled(rows_ND):
+        compute = native.mean_of_ranks if rows_ND.device.type == "cpu" else fused.mean_of_ranks
+        return compute(rows_ND, ranks).to(rows_ND.dtype)
+    lo, hi, halves, keep = ranks
+    average = _middle if halves else mean_of_rows
+    if not keep:
+        return average(sorted_rows(rows_ND, lo, hi, ordered=False))
+    wires = sorted_rows(rows_ND)
+    centre_D = average(wires[lo:hi])
+    kept = list(wires[:keep])
+    for lost in range(len(wires) - keep):
+        gained_D = wires[lost + keep]
+        moves_D = centre_D - wires[lost] > gained_D - centre_D
+        kept[lost % keep] = torch.where(moves_D, gained_D, kept[lost % keep])
+    return mean_of_rows(kept)
+
+
+def median_of_rows(rows_ND: Tensor) -> Tensor:
     """Coordinate-wise median; for an even number of rows the mean of the two middle values (half of each: no overflow).
 
     Args:
-        rows_ND: n >= 1 rows, [n, D] or a sequence of [D], floating.
+        rows_ND: n >= 1 rows, [n, D] floating.
 
     Returns:
         [D] of the same dtype, never sharing memory with the input.
@@ -91,63 +124,7 @@ def median_of_rows(rows_ND: Tensor | Sequence[Tensor]) -> Tensor:
         >>> median_of_rows(torch.tensor([[1.0], [8.0], [2.0], [3.0]]))
         tensor([2.5000])
     """
-    n = len(rows_ND)
-    lo, hi = (n - 1) // 2, n // 2 + 1
-    if isinstance(rows_ND, Tensor) and is_compiled(rows_ND):
-        return _compiled(rows_ND, lo, hi, halves=True)
-    return _middle(sorted_rows(rows_ND, lo, hi, ordered=False))
-
-
-def mean_of_ranks(rows_ND: Tensor, lo: int, hi: int) -> Tensor:
-    """Coordinate-wise mean of the order statistics lo..hi-1, without regard to their order.
-
-    Args:
-        rows_ND: [n, D] floating.
-        lo, hi: 0 <= lo < hi <= n.
-
-    Returns:
-        [D] of the same dtype.
-
-    Example:
-        >>> mean_of_ranks(torch.tensor([[1.0], [9.0], [2.0], [4.0]]), 1, 3)
-        tensor([3.])
-    """
-    if is_compiled(rows_ND):
-        return _compiled(rows_ND, lo, hi)
-    return mean_of_rows(sorted_rows(rows_ND, lo, hi, ordered=False))
-
-
-def mean_nearest(rows_ND: Tensor, lo: int, hi: int, keep: int) -> Tensor:
-    """Mean of the `keep` values nearest the mean of the order statistics lo..hi-1, coordinate by coordinate.
-
-    Of two middle ranks the mean is half of each. The nearest values are neighbours in rank: a window of `keep` ranks
-    that starts at the lowest and moves up one rank as long as the value it gains is strictly nearer than the value it
-    loses (so a tie stays with the lower window).
-
-    Args:
-        rows_ND: [n, D] floating.
-        lo, hi: ranks of the centre, 0 <= lo < hi <= n.
-        keep: how many values to average, 1 <= keep <= n.
-
-    Returns:
-        [D] of the same dtype.
-
-    Example:
-        >>> mean_nearest(torch.tensor([[0.0], [3.0], [2.0]]), 1, 2, keep=2)
-        tensor([2.5000])
-    """
-    n = len(rows_ND)
-    halves = (lo, hi) == ((n - 1) // 2, n // 2 + 1)
-    if is_compiled(rows_ND):
-        return _compiled(rows_ND, lo, hi, halves=halves, keep=keep)
-    ranks = sorted_rows(rows_ND)
-    centre_D = _middle(ranks[lo:hi]) if halves else mean_of_rows(ranks[lo:hi])
-    kept = list(ranks[:keep])
-    for lost in range(n - keep):
-        gained_D = ranks[lost + keep]
-        moves_D = centre_D - ranks[lost] > gained_D - centre_D
-        kept[lost % keep] = torch.where(moves_D, gained_D, kept[lost % keep])
-    return mean_of_rows(kept)
+    return of_ranks(rows_ND, Ranks.middle(len(rows_ND)))
 
 
 def is_compiled(rows_ND: Tensor) -> bool:
@@ -155,15 +132,8 @@ def is_compiled(rows_ND: Tensor) -> bool:
     return native.ready(rows_ND) or fused.ready(rows_ND)
 
 
-def _compiled(rows_ND: Tensor, lo: int, hi: int, *, halves: bool = False, keep: int = 0) -> Tensor:
-    compute = native.mean_of_ranks if rows_ND.device.type == "cpu" else fused.mean_of_ranks
-    return compute(rows_ND, lo, hi, halves=halves, keep=keep).to(rows_ND.dtype)
-
-
 def _middle(ranks: Sequence[Tensor]) -> Tensor:
-    """The one middle rank, or half of each of the two."""
-    if len(ranks) == 1:
-        return ranks[0].clone()
+    """Half of each of two ranks."""
     return torch.mul(ranks[0], 0.5).add_(ranks[1], alpha=0.5)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,33 @@ class Verdict:
             geometry = Geometry.of_rows(basis_EE[index][:, index][None])
             distances_N[index[:-1]] = geometry.distances_to(self.points_KE[:1])[0]
         return distances_N
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The aggregate of a chunk as it is if all rows take part, made while the rows were looked at for the first time.
+
+    Args:
+        finite_PN: which rows are finite in each piece of the chunk, uint8 [P, n] on the CPU.
+        distances: squared distances of the rows to the aggregate in each piece, float64 [n].
+    """
+
+    finite_PN: Tensor
+    distances: Mapping[Piece, Tensor]
+
+    @classmethod
+    def at(cls, rows_ND: Tensor, pieces: Sequence[Piece], ready: Aggregator, out_D: Tensor) -> Attempt | None:
+        """Aggregate all rows into `out_D` [D]; None if the rule cannot do that in one pass over these rows [n, D]."""
+        flags, distances = [], {}
+        for piece in pieces:
+            piece_ND = rows_ND[:, piece.start : piece.stop]
+            found_N = ready.combine_unseen(piece_ND, out_D[piece.start : piece.stop])
+            if found_N is None:
+                return None
+            distances[piece] = found_N
+            finite_N = torch.isfinite(found_N)
+            flags.append(finite_N if finite_N.all() else finite_rows(piece_ND))
+        return cls(torch.stack(flags).to(torch.uint8), distances) if flags else None
 
 
 def piece_statistics(rows_ND: Tensor, kept_N: Tensor | None, with_gram: bool) -> Tensor:
@@ -149,7 +176,12 @@ def decide(
 
 
 def combine_pieces(
-    rows_ND: Tensor, pieces: Sequence[Piece], verdicts: Sequence[Verdict], out_D: Tensor, distances_N: Tensor | None
+    rows_ND: Tensor,
+    pieces: Sequence[Piece],
+    verdicts: Sequence[Verdict],
+    out_D: Tensor,
+    distances_N: Tensor | None,
+    attempt: Attempt | None = None,
 ) -> None:
     """Carry out the verdicts on the rows of a chunk.
 
@@ -159,7 +191,14 @@ def combine_pieces(
         verdicts: of all tensors of the bucket.
         out_D: [D], receives the aggregate.
         distances_N: float64 [n]; if given, the rows' squared distances to the aggregate are added.
+        attempt: what lies in `out_D` already; it holds for the tensors of which all rows take part.
     """
+    if attempt is not None:
+        held = [piece for piece in pieces if bool(verdicts[piece.tensor].kept_N.all())]
+        if distances_N is not None:
+            for piece in held:
+                distances_N += attempt.distances[piece]
+        pieces = [piece for piece in pieces if piece not in held]
     for run, verdict in _runs(pieces, verdicts):
         piece_ND, piece_D = rows_ND[:, run.start : run.stop], out_D[run.start : run.stop]
         if verdict.aggregator is None:

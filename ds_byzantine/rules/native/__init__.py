@@ -8,6 +8,14 @@ there is no C++ compiler, or the result does not pass a self-test, `ready` is fa
 `DS_BYZANTINE_NATIVE=0` forbids it.
 """
 
-from ds_byzantine.rules.native.kernels import finite, gram, mean_of_ranks, ready, settle, squared_distances
+from ds_byzantine.rules.native.kernels import (
+    finite,
+    gram,
+    mean_of_ranks,
+    ready,
+    reduce_into,
+    settle,
+    squared_distances,
+)
 
-__all__ = ["finite", "gram", "mean_of_ranks", "ready", "settle", "squared_distances"]
+__all__ = ["finite", "gram", "mean_of_ranks", "ready", "reduce_into", "settle", "squared_distances"]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from ds_byzantine.rules.network import Comparator
+from ds_byzantine.rules.network import Ranks
 
 logger = logging.getLogger("ds_byzantine")
 
@@ -104,9 +104,10 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def specialised(n: int, lo: int, hi: int, halves: bool, keep: int, network: Sequence[Comparator]) -> Building:
-    """Begin to compile the library for one network. Raises OSError if that cannot begin."""
-    code = " ".join(f"{_KINDS[c.wants_low, c.wants_high]}({c.low},{c.high})" for c in network)
+def specialised(n: int, ranks: Ranks) -> Building:
+    """Begin to compile the library for these ranks of n rows. Raises OSError if that cannot begin."""
+    code = " ".join(f"{_KINDS[c.wants_low, c.wants_high]}({c.low},{c.high})" for c in ranks.network(n))
+    lo, hi, halves, keep = ranks
     named = {"ROWS": n, "LO": lo, "HI": hi, "HALVES": int(halves), "KEEP": keep, "NETWORK": code}
     return _start(tuple(f"-D{name}={value}" for name, value in named.items()))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_byzantine.rules.native.build import Building, library, specialised
-from ds_byzantine.rules.network import network
+from ds_byzantine.rules.network import Ranks
 
 logger = logging.getLogger("ds_byzantine")
 
@@ -44,21 +44,19 @@ def ready(rows_ND: Tensor) -> bool:
     )
 
 
-def mean_of_ranks(rows_ND: Tensor, lo: int, hi: int, *, halves: bool = False, keep: int = 0) -> Tensor:
-    """Per coordinate, the mean of the order statistics lo..hi-1, or the mean of the values nearest to it.
+def mean_of_ranks(rows_ND: Tensor, ranks: Ranks) -> Tensor:
+    """What `ranks` asks for, per coordinate.
 
     Args:
         rows_ND: see `ready`.
-        lo, hi: ranks, 0 is the smallest.
-        halves: of two ranks take half of each, which cannot overflow, instead of half their sum.
-        keep: if not 0, the mean of that many values nearest the first mean; see `sorting.mean_nearest`.
+        ranks: of the n rows.
 
     Returns:
         [D] float32, or float64 for float64 rows.
     """
     n, columns = rows_ND.shape
     out_D = torch.empty(columns, dtype=torch.float64 if rows_ND.dtype == torch.float64 else torch.float32, device="cpu")
-    chosen = _sorter(n, lo, hi, halves, keep)
+    chosen = _sorter(n, ranks)
     call = chosen.library(n * columns).ds_byzantine_reduce
 
     def part(start: int, stop: int) -> None:
@@ -66,6 +64,30 @@ def mean_of_ranks(rows_ND: Tensor, lo: int, hi: int, *, halves: bool = False, ke
 
     _split(n, columns, part)
     return out_D
+
+
+def reduce_into(rows_ND: Tensor, ranks: Ranks, out_D: Tensor) -> Tensor:
+    """Write `mean_of_ranks` to `out_D` and look at the rows in the same pass.
+
+    Args:
+        rows_ND: see `ready`.
+        ranks: of the n rows.
+        out_D: [D] of the rows' dtype, contiguous, apart from the rows. Undefined where a row is not finite.
+
+    Returns:
+        ||x_i - out||^2, [n] float64: differences and squares as float32 (float64 for float64 rows) before the output
+        is rounded to its dtype. All are finite only if all rows are; a square that overflows may hide a finite row.
+    """
+    n, columns = rows_ND.shape
+    chosen = _sorter(n, ranks)
+    call = chosen.library(n * columns).ds_byzantine_reduce_into
+
+    def part(start: int, stop: int) -> Tensor:
+        sums_N = torch.zeros(n, dtype=torch.float64, device="cpu")
+        call(*_rows(rows_ND, start, stop), *chosen.job, _at(out_D, start), _at(sums_N, 0))
+        return sums_N
+
+    return torch.stack([torch.zeros(n, dtype=torch.float64, device="cpu"), *_split(n, columns, part)]).sum(0)
 
 
 def gram(rows_ND: Tensor) -> Tensor:
@@ -77,7 +99,7 @@ def gram(rows_ND: Tensor) -> Tensor:
         rows_ND: see `ready`.
     """
     n, columns = rows_ND.shape
-    chosen = _sorter(n, (n - 1) // 2, n // 2 + 1, True, 0)
+    chosen = _sorter(n, Ranks.middle(n))
     call = chosen.library(n * columns).ds_byzantine_gram
 
     def part(start: int, stop: int) -> Tensor:
@@ -91,7 +113,7 @@ def gram(rows_ND: Tensor) -> Tensor:
 
 
 def squared_distances(rows_ND: Tensor, centre_D: Tensor) -> Tensor:
-    """||x_i - centre||^2: [n, D] and [D] of the compute dtype -> [n] float64; squares as float32, sums as float64."""
+    """||x_i - centre||^2: [n, D] and [D] of the compute dtype -> [n] float64; as `reduce_into`'s."""
     n, columns = rows_ND.shape
     call = _loaded().ds_byzantine_squares
 
@@ -125,12 +147,12 @@ def settle() -> None:
 class _Sorter:
     """One network: at first as a table that the general library reads, in time compiled by itself."""
 
-    def __init__(self, n: int, lo: int, hi: int, halves: bool, keep: int) -> None:
-        self.key = n, lo, hi, halves, keep
-        self.network = network(n, *((0, n, True) if keep else (lo, hi, False)))
-        flat = [int(number) for comparator in self.network for number in comparator]
+    def __init__(self, n: int, ranks: Ranks) -> None:
+        self.key = n, ranks
+        network = ranks.network(n)
+        flat = [int(number) for comparator in network for number in comparator]
         wires = (ctypes.c_int32 * max(1, len(flat)))(*flat)
-        self.job = wires, len(self.network), lo, hi, int(halves), keep
+        self.job = wires, len(network), ranks.lo, ranks.hi, int(ranks.halves), ranks.keep
         self._best = _loaded()
         self._elements = 0
         self._building: Building | None = None
@@ -139,7 +161,7 @@ class _Sorter:
         """The best library there is now, for so many elements more."""
         before, self._elements = self._elements, self._elements + elements
         if before < MANY <= self._elements:
-            self._try(lambda: setattr(self, "_building", specialised(*self.key, self.network)))
+            self._try(lambda: setattr(self, "_building", specialised(*self.key)))
         if self._building is not None:
             self._try(self._look)
         return self._best
@@ -163,14 +185,13 @@ class _Sorter:
             logger.debug("the network %s is not compiled by itself: %s", self.key, error)
 
 
-_sorters: dict[tuple[int, int, int, bool, int], _Sorter] = {}
+_sorters: dict[tuple[int, Ranks], _Sorter] = {}
 
 
-def _sorter(n: int, lo: int, hi: int, halves: bool, keep: int) -> _Sorter:
-    key = n, lo, hi, halves, keep
-    if key not in _sorters:
-        _sorters[key] = _Sorter(*key)
-    return _sorters[key]
+def _sorter(n: int, ranks: Ranks) -> _Sorter:
+    if (n, ranks) not in _sorters:
+        _sorters[n, ranks] = _Sorter(n, ranks)
+    return _sorters[n, ranks]
 
 
 def _rows(rows_ND: Tensor, start: int, stop: int) -> tuple[object, ...]:
@@ -219,7 +240,7 @@ def _checked() -> bool:
         return False
     values_D = torch.arange(130, dtype=torch.float32, device="cpu")
     rows_ND = torch.stack([values_D + shift for shift in (2.0, -9.0, 1.0, 700.0, 0.0)])
-    if torch.equal(mean_of_ranks(rows_ND, 2, 3), values_D + 1.0):
+    if torch.equal(mean_of_ranks(rows_ND, Ranks(2, 3)), values_D + 1.0):
         return True
     logger.warning("ranks.cpp gives wrong medians with this compiler, so it is not used; PyTorch is.")
     return False

@@ -163,6 +163,17 @@ void reduce(const T* rows, int64_t stride, int64_t columns, const Job job, C* ou
     }
 }
 
+INLINE void narrow(const float* from, int64_t columns, float* to) { std::memcpy(to, from, sizeof(float) * columns); }
+INLINE void narrow(const double* from, int64_t columns, double* to) { std::memcpy(to, from, sizeof(double) * columns); }
+INLINE void narrow(const float* from, int64_t columns, BFloat16* to) {  // to nearest, ties to even, as PyTorch
+    for (int64_t k = 0; k < columns; ++k) {
+        uint32_t bits;
+        std::memcpy(&bits, from + k, 4);
+        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        to[k].bits = (bits & 0x7fffffff) > 0x7f800000 ? uint16_t(0x7fc0) : uint16_t(rounded);
+    }
+}
+
 // Rows minus their median, and the median below them.
 template <typename T, typename C>
 void centre(const T* rows, int64_t stride, int64_t columns, const Job job, C* out, int64_t out_stride) {
@@ -245,23 +256,48 @@ INLINE float widened(BFloat16 x) {
     return out;
 }
 
-// Float64 sums of the squared differences to one row, lane by lane.
+// Squared differences to one row: summed in the compute type over a tile, lane by lane, then in float64.
 template <typename T, typename C>
-void squares(const T* rows, int64_t stride, int n, int64_t columns, const C* from, double* sums) {
+CONTRACT void squares(const T* rows, int64_t stride, int n, int64_t columns, const C* from, double* sums) {
+    typedef typename Vectors<C>::V V;
+    constexpr int LANES = Vectors<C>::LANES;
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#endif
     for (int i = 0; i < n; ++i) {
         const T* row = rows + i * stride;
-        double lanes[16] = {};
-        int64_t k = 0;
-        for (; k + 16 <= columns; k += 16)
-            for (int j = 0; j < 16; ++j) {
-                const C d = widened(row[k + j]) - from[k + j];
-                lanes[j] += double(d * d);
+        double total = 0;
+        for (int64_t start = 0; start < columns; start += TILE) {
+            const int64_t stop = columns - start < TILE ? columns : start + TILE;
+            V lanes[4] = {};
+            int64_t k = start;
+            for (; k + 4 * LANES <= stop; k += 4 * LANES)
+                UNROLL4 for (int j = 0; j < 4; ++j) {
+                    const V d = load<V>(row + k + j * LANES, C(0)) - load<V>(from + k + j * LANES, C(0));
+                    lanes[j] += d * d;
+                }
+            const V all = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+            for (int j = 0; j < LANES; ++j) total += double(all[j]);
+            for (; k < stop; ++k) {
+                const C d = widened(row[k]) - from[k];
+                total += double(d * d);
             }
-        for (; k < columns; ++k) {
-            const C d = widened(row[k]) - from[k];
-            lanes[k % 16] += double(d * d);
         }
-        for (double lane : lanes) sums[i] += lane;
+        sums[i] += total;
+    }
+}
+
+// Both in one pass: a tile of the rows is in the cache when its distances are taken.
+constexpr int WIDE = 2048;  // columns
+
+template <typename T, typename C>
+void reduce_into(const T* rows, int64_t stride, int64_t columns, const Job job, T* out, double* sums) {
+    C found[WIDE];
+    for (int64_t k = 0; k < columns; k += WIDE) {
+        const int64_t width = columns - k < WIDE ? columns - k : WIDE;
+        reduce(rows + k, stride, width, job, found);
+        squares(rows + k, stride, job.n, width, found, sums);
+        narrow(found, width, out + k);
     }
 }
 
@@ -304,6 +340,13 @@ extern "C" {
 int ds_byzantine_reduce(int type, const void* rows, int64_t stride, int n, int64_t columns, const void* network,
                         int comparators, int lo, int hi, int halves, int keep, void* out) {
 #define CALL(T, C) reduce(static_cast<const T*>(rows), stride, columns, JOB, static_cast<C*>(out))
+    FOR_TYPES(CALL)
+#undef CALL
+}
+
+int ds_byzantine_reduce_into(int type, const void* rows, int64_t stride, int n, int64_t columns, const void* network,
+                             int comparators, int lo, int hi, int halves, int keep, void* out, double* sums) {
+#define CALL(T, C) reduce_into<T, C>(static_cast<const T*>(rows), stride, columns, JOB, static_cast<T*>(out), sums)
     FOR_TYPES(CALL)
 #undef CALL
 }
