@@ -21,11 +21,10 @@ def deliver(transport: Transport, flat: Tensor, layout: Layout, routes: Routes, 
     """
     if layout.delivery is Delivery.AGGREGATOR:
         return
-    chunk_D = layout.chunk_of(flat, transport.rank)
     if layout.delivery is Delivery.EVERYONE:
-        _to_everyone(transport, flat, chunk_D, routes, workspace)
+        transport.spread(flat, layout.bounds)
     else:
-        _to_owners(transport, flat, chunk_D, routes, workspace)
+        _to_owners(transport, flat, routes, workspace)
 
 
 def share(shared: Shared, flat: Tensor, layout: Layout, routes: Routes, rank: int) -> None:
@@ -49,27 +48,27 @@ def share(shared: Shared, flat: Tensor, layout: Layout, routes: Routes, rank: in
             view.copy_(copy)
 
 
-def _to_everyone(transport: Transport, flat: Tensor, chunk_D: Tensor, routes: Routes, workspace: Workspace) -> None:
-    width = max(routes.sizes)
-    if chunk_D.numel() < width:
-        padded = chunk_D.new_zeros(width)
-        padded[: chunk_D.numel()] = chunk_D
-        chunk_D = padded
-    everybody = workspace.take(width * transport.size, flat)
-    transport.all_gather(everybody, chunk_D)
-    start = 0
-    for k, size in enumerate(routes.sizes):
-        flat[start : start + size] = everybody[k * width : k * width + size]
-        start += size
+def _to_owners(transport: Transport, flat: Tensor, routes: Routes, workspace: Workspace) -> None:
+    """One message for each pair of ranks; what is one span leaves from its place and arrives at it."""
+    sends = [
+        (k, _view(flat, spans[0]) if len(spans) == 1 else torch.cat([_view(flat, span) for span in spans]))
+        for k, spans in enumerate(routes.send)
+        if spans
+    ]
+    scattered = {k: spans for k, spans in enumerate(routes.receive) if len(spans) > 1}
+    sizes = [sum(span.stop - span.start for span in spans) for spans in scattered.values()]
+    buffers = dict(zip(scattered, torch.split(workspace.take(sum(sizes), flat), sizes), strict=True))
+    receives = [
+        (k, buffers[k] if k in buffers else _view(flat, spans[0])) for k, spans in enumerate(routes.receive) if spans
+    ]
+    transport.send_receive(sends, receives)
+    for k, spans in scattered.items():
+        start = 0
+        for span in spans:
+            size = span.stop - span.start
+            _view(flat, span).copy_(buffers[k][start : start + size])
+            start += size
 
 
-def _to_owners(transport: Transport, flat: Tensor, chunk_D: Tensor, routes: Routes, workspace: Workspace) -> None:
-    packed = [chunk_D[span.start : span.stop] for span in routes.send]
-    outgoing = packed[0] if len(packed) == 1 else torch.cat([*packed, chunk_D[:0]])
-    incoming = workspace.take(sum(routes.receive_sizes), flat)
-    transport.all_to_all(incoming, outgoing, routes.receive_sizes, routes.send_sizes)
-    start = 0
-    for span in routes.receive:
-        size = span.stop - span.start
-        flat[span.start : span.stop] = incoming[start : start + size]
-        start += size
+def _view(flat: Tensor, span: Span) -> Tensor:
+    return flat[span.start : span.stop]

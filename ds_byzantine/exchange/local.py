@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ds_byzantine.exchange.transport import others
+
 Result = TypeVar("Result")
 
 
@@ -89,6 +91,25 @@ class LocalTransport:
         """See `Transport.all_gather`."""
         torch.cat(self._world.swap(self.rank, [inp] * self.size), out=out)
         self.bytes_sent += (self.size - 1) * inp.numel() * inp.element_size()
+
+    def send_receive(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """See `Transport.send_receive`."""
+        posted = dict(sends)
+        nothing = torch.empty(0)
+        received = self._world.swap(self.rank, [posted.get(k, nothing) for k in range(self.size)])
+        expected = dict(receives)
+        for k, part in enumerate(received):
+            if part.numel() != (expected[k].numel() if k in expected else 0):
+                raise ValueError(f"rank {self.rank} got {part.numel()} elements from rank {k}, which it did not expect")
+            if k in expected:
+                expected[k].copy_(part)
+        self.bytes_sent += sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
+
+    def spread(self, flat: Tensor, bounds: Sequence[int]) -> None:
+        """See `Transport.spread`."""
+        own = flat[bounds[self.rank] : bounds[self.rank + 1]]
+        sends = [(k, own) for k in range(self.size) if k != self.rank and own.numel() > 0]
+        self.send_receive(sends, others(flat, bounds, self.rank))
 
     def broadcast(self, tensor: Tensor) -> None:
         """See `Transport.broadcast`."""

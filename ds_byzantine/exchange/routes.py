@@ -24,19 +24,16 @@ class Routes:
         tensors: names, in order of first appearance; `Piece.tensor` counts in it.
         pieces: for each rank's chunk, its pieces by ascending `start`.
         sizes: elements of each rank's chunk.
-        send: spans of this rank's chunk to pack, by destination; empty unless delivered to owners.
-        send_sizes: elements for each destination.
-        receive: spans of the bucket to fill, in order of arrival.
-        receive_sizes: elements from each source.
+        send: for each other rank, the spans of the bucket that this rank aggregates and that one owns; empty unless
+            delivered to owners.
+        receive: for each other rank, the spans that it aggregates and this rank owns.
     """
 
     tensors: tuple[str, ...]
     pieces: tuple[tuple[Piece, ...], ...]
     sizes: tuple[int, ...]
-    send: tuple[Span, ...]
-    send_sizes: tuple[int, ...]
-    receive: tuple[Span, ...]
-    receive_sizes: tuple[int, ...]
+    send: tuple[tuple[Span, ...], ...]
+    receive: tuple[tuple[Span, ...], ...]
 
 
 @lru_cache(maxsize=4096)
@@ -48,23 +45,13 @@ def routes(layout: Layout, rank: int) -> Routes:
         number.setdefault(segment.tensor, len(number))
     chunks = [Span(bounds[k], bounds[k + 1]) for k in range(n)]
     pieces = tuple(tuple(_pieces(layout, number, chunk)) for chunk in chunks)
-    send: list[Span] = []
-    receive: list[Span] = []
-    send_sizes, receive_sizes = [0] * n, [0] * n
+    send: list[tuple[Span, ...]] = [()] * n
+    receive: list[tuple[Span, ...]] = [()] * n
     if layout.delivery is Delivery.OWNERS:
-        mine = chunks[rank]
-        for destination in range(n):
-            spans = _owned(layout, destination, mine)
-            send += [Span(s.start - mine.start, s.stop - mine.start) for s in spans]
-            send_sizes[destination] = sum(s.stop - s.start for s in spans)
-        for source in range(n):
-            spans = _owned(layout, rank, chunks[source])
-            receive += spans
-            receive_sizes[source] = sum(s.stop - s.start for s in spans)
+        send = [_owned(layout, other, chunks[rank]) if other != rank else () for other in range(n)]
+        receive = [_owned(layout, rank, chunks[other]) if other != rank else () for other in range(n)]
     sizes = tuple(c.stop - c.start for c in chunks)
-    return Routes(
-        tuple(number), pieces, sizes, tuple(joined(send)), tuple(send_sizes), tuple(receive), tuple(receive_sizes)
-    )
+    return Routes(tuple(number), pieces, sizes, tuple(send), tuple(receive))
 
 
 def _pieces(layout: Layout, number: dict[str, int], chunk: Span) -> list[Piece]:
@@ -76,13 +63,13 @@ def _pieces(layout: Layout, number: dict[str, int], chunk: Span) -> list[Piece]:
     return out
 
 
-def _owned(layout: Layout, owner: int, chunk: Span) -> list[Span]:
+def _owned(layout: Layout, owner: int, chunk: Span) -> tuple[Span, ...]:
     out = []
     for piece in layout.owners:
         start, stop = max(piece.start, chunk.start), min(piece.stop, chunk.stop)
         if piece.owner == owner and start < stop:
             out.append(Span(start, stop))
-    return out
+    return tuple(joined(out))
 
 
 def joined(spans: list[Span]) -> list[Span]:
