@@ -85,9 +85,10 @@ def test_a_network_that_is_compiled_by_itself(keep: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [1, 2, 5, 8, 31])
-def test_inner_products(n: int, dtype: torch.dtype) -> None:
-    x = rows(n, 1500, dtype).sign() + rows(n, 1500, dtype, seed=1) / 1e3
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 31, 128])
+@pytest.mark.parametrize("width", [1, 13, 512, 1500])
+def test_inner_products(n: int, dtype: torch.dtype, width: int) -> None:
+    x = rows(n, width, dtype).sign() + rows(n, width, dtype, seed=1) / 1e3
     x = x.to(dtype)
     wide = x.double()
     middle = wide.sort(0).values[[(n - 1) // 2, n // 2]].mean(0)
@@ -124,7 +125,10 @@ def test_threads_change_nothing() -> None:
 
     def all_of_it() -> list[Tensor]:
         distances = native.squared_distances(x, x[0].clone())
-        return [native.mean_of_ranks(x, Ranks(3, 5)), native.finite(x), native.finite(bad), native.gram(x), distances]
+        mixed = torch.empty_like(x[0])
+        native.mix_into(x, torch.linspace(-1, 1, 8), mixed)
+        middle = native.mean_of_ranks(x, Ranks(3, 5))
+        return [middle, native.finite(x), native.finite(bad), native.gram(x), distances, mixed]
 
     alone = all_of_it()
     before = torch.get_num_threads()
@@ -145,6 +149,25 @@ def test_distances(dtype: torch.dtype, width: int) -> None:
     centre = rows(1, width, torch.float64, seed=3)[0].clamp(-9, 9).to(compute_dtype(dtype))
     exact = (x.double() - centre.double()).square().sum(1)
     torch.testing.assert_close(native.squared_distances(x, centre), exact, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 64, 128])
+def test_a_weighted_sum(n: int, dtype: torch.dtype) -> None:
+    """Rounded once; a row without weight is not looked at."""
+    for width in (1, 15, 16, 37, 64, 1000):
+        x = rows(n, width, dtype, seed=width).clamp(-9, 9)
+        weights = rows(1, n, torch.float64, seed=5)[0].clamp(-2, 2)
+        weights[n // 2] = 0
+        exact = (weights[:, None] * x.double()).sum(0)
+        scale = (weights[:, None] * x.double()).abs().sum(0)
+        x[n // 2] = float("nan")
+        padded = torch.full((width + 64,), 7.0, dtype=dtype)
+        native.mix_into(x, weights, padded[:width])
+        assert bool((padded[width:] == 7).all())
+        error = (padded[:width].double() - exact).abs()
+        rounding = torch.finfo(dtype).eps * exact.abs() + 2 * n * torch.finfo(compute_dtype(dtype)).eps * scale
+        assert bool((error <= rounding).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -129,6 +129,9 @@ class Aggregator:
             if picked is not None:
                 out_D.copy_(rows_ND[picked])
                 return
+            if self._mixes_natively(rows_ND, points_KE, out_D):
+                native.mix_into(rows_ND, points_KE[0, :-1], out_D)
+                return
             points_KE = points_KE.to(rows_ND.device, compute_dtype(rows_ND.dtype))
         elif self.rule.ranks is not None and out_D.dtype == rows_ND.dtype and is_compiled(rows_ND):
             out_D.copy_(of_ranks(rows_ND, self.rule.ranks(len(rows_ND), self.f)))
@@ -139,6 +142,12 @@ class Aggregator:
                 stop = start + block_NB.shape[1]
                 out_D[start:stop] = self._combine_block(block_NB, points_KE)
                 start = stop
+
+    def _mixes_natively(self, rows_ND: Tensor, points_KE: Tensor, out_D: Tensor) -> bool:
+        """Whether the output is a weighted sum of the rows alone, and one compiled pass makes it."""
+        if self.rule.info.kind is not Kind.GRAM or _uses_median(points_KE, compute_dtype(rows_ND.dtype)):
+            return False
+        return native.ready(rows_ND) and out_D.dtype == rows_ND.dtype and out_D.is_contiguous()
 
     def _combine_block(self, block_NB: Tensor, points_KE: Tensor | None) -> Tensor:
         if points_KE is not None:
@@ -165,9 +174,14 @@ def mix_rows(block_NB: Tensor, points_KE: Tensor) -> Tensor:
     """
     weights_KN, median_K = points_KE[:, :-1], points_KE[:, -1]
     mixed_KB = weights_KN @ block_NB
-    if bool((median_K.abs() > torch.finfo(points_KE.dtype).eps).any()):
+    if _uses_median(points_KE, points_KE.dtype):
         mixed_KB += median_K[:, None] * median_of_rows(block_NB)
     return mixed_KB
+
+
+def _uses_median(points_KE: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the median has a weight that counts in `dtype`."""
+    return bool((points_KE[:, -1].abs() > torch.finfo(dtype).eps).any())
 
 
 def _ready(named: Named, path: str, *, pre: bool) -> tuple[Rule, Mapping[str, Any]]:

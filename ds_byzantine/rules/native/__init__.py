@@ -12,10 +12,11 @@ from ds_byzantine.rules.native.kernels import (
     finite,
     gram,
     mean_of_ranks,
+    mix_into,
     ready,
     reduce_into,
     settle,
     squared_distances,
 )
 
-__all__ = ["finite", "gram", "mean_of_ranks", "ready", "reduce_into", "settle", "squared_distances"]
+__all__ = ["finite", "gram", "mean_of_ranks", "mix_into", "ready", "reduce_into", "settle", "squared_distances"]

@@ -125,6 +125,24 @@ def squared_distances(rows_ND: Tensor, centre_D: Tensor) -> Tensor:
     return torch.stack([torch.zeros(n, dtype=torch.float64, device="cpu"), *_split(n, columns, part)]).sum(0)
 
 
+def mix_into(rows_ND: Tensor, weights_N: Tensor, out_D: Tensor) -> None:
+    """Write sum_i w_i x_i to `out_D`, added in row order; rows without weight are not read.
+
+    Args:
+        rows_ND: see `ready`.
+        weights_N: [n] on the CPU, taken in the compute dtype.
+        out_D: [D] of the rows' dtype, contiguous, apart from the rows.
+    """
+    n, columns = rows_ND.shape
+    weights_N = weights_N.to(torch.float64 if rows_ND.dtype == torch.float64 else torch.float32).contiguous()
+    call = _loaded().ds_byzantine_mix
+
+    def part(start: int, stop: int) -> None:
+        call(*_rows(rows_ND, start, stop), _at(weights_N, 0), _at(out_D, start))
+
+    _split(n, columns, part)
+
+
 def finite(rows_ND: Tensor) -> Tensor:
     """Which rows have neither NaN nor Inf: bool [n]."""
     n, columns = rows_ND.shape

@@ -174,34 +174,31 @@ INLINE void narrow(const float* from, int64_t columns, BFloat16* to) {  // to ne
     }
 }
 
-// Rows minus their median, and the median below them.
+// Rows minus their median, and the median.
 template <typename T, typename C>
-void centre(const T* rows, int64_t stride, int64_t columns, const Job job, C* out, int64_t out_stride) {
+void centre(const T* rows, int64_t stride, int64_t columns, const Job job, C* out, int64_t out_stride, C* median) {
     typedef typename Vectors<C>::V V;
     constexpr int LANES = Vectors<C>::LANES;
     int64_t k = 0;
     for (; k + LANES <= columns; k += LANES) {
-        const V median = one_vector<T, C>(rows + k, stride, job);
+        const V middle = one_vector<T, C>(rows + k, stride, job);
         for (int i = 0; i < job.n; ++i) {
-            const V offset = load<V>(rows + i * stride + k, C(0)) - median;
+            const V offset = load<V>(rows + i * stride + k, C(0)) - middle;
             std::memcpy(out + i * out_stride + k, &offset, BYTES);
         }
-        std::memcpy(out + job.n * out_stride + k, &median, BYTES);
+        std::memcpy(median + k, &middle, BYTES);
     }
     if (k < columns) {
         T last[MOST][LANES];
         pad(rows + k, stride, job.n, columns - k, last);
-        const V median = one_vector<T, C>(last[0], LANES, job);
+        const V middle = one_vector<T, C>(last[0], LANES, job);
         for (int i = 0; i < job.n; ++i) {
-            const V offset = load<V>(last[i], C(0)) - median;
+            const V offset = load<V>(last[i], C(0)) - middle;
             std::memcpy(out + i * out_stride + k, &offset, sizeof(C) * (columns - k));
         }
-        std::memcpy(out + job.n * out_stride + k, &median, sizeof(C) * (columns - k));
+        std::memcpy(median + k, &middle, sizeof(C) * (columns - k));
     }
 }
-
-// The matrix of all inner products of the rows minus their median, and of the median, is summed in float64 over tiles.
-constexpr int TILE = 512;  // columns
 
 #if defined(__GNUC__) && !defined(__clang__)
 #define CONTRACT __attribute__((noinline, optimize("fp-contract=fast")))
@@ -209,42 +206,118 @@ constexpr int TILE = 512;  // columns
 #define CONTRACT __attribute__((noinline))
 #endif
 
+constexpr int TILE = 512;  // columns
+
+// All inner products of the rows minus their median, and of the median, which comes last: summed in the compute type
+// over a tile, then in float64, in eight partial sums for each product, which are added up at the end.
+typedef double Wide __attribute__((vector_size(BYTES)));
+constexpr int PARTIAL = BYTES / 8;
+
+INLINE Wide wide(const Vectors<double>::V& part) { return part; }
+INLINE Wide wide(const Vectors<float>::V& part) {
+    typedef float Half __attribute__((vector_size(BYTES / 2)));
+    Half halves[2];
+    std::memcpy(halves, &part, BYTES);
+    return __builtin_convertvector(halves[0], Wide) + __builtin_convertvector(halves[1], Wide);
+}
+
+struct Products {
+    int size;
+    std::vector<double> sums;
+    explicit Products(int size) : size(size), sums(size_t(size) * size * PARTIAL, 0.0) {}
+    template <typename V>
+    INLINE void add(int i, int j, const V& part) {
+        double* to = sums.data() + (size_t(i) * size + j) * PARTIAL;
+        Wide sum;
+        std::memcpy(&sum, to, BYTES);
+        sum += wide(part);
+        std::memcpy(to, &sum, BYTES);
+    }
+};
+
+// Of up to four rows from `first` on among themselves and with the median.
 template <typename C>
-CONTRACT void add_products(const C* tile, int groups, int width, int size, double* total) {
+CONTRACT void add_own(const C* tile, const C* median, int first, int width, Products& products) {
     typedef typename Vectors<C>::V V;
     constexpr int LANES = Vectors<C>::LANES;
+    const int n = products.size - 1;
+    const C* a = tile + first * TILE;
+    V sums[4][4] = {}, with_median[4] = {};
 #ifdef __clang__
 #pragma clang fp contract(fast)
 #endif
-    for (int p = 0; p < groups; ++p)
-        for (int q = p; q < groups; ++q) {
-            const C *a = tile + 4 * p * TILE, *b = tile + 4 * q * TILE;
-            V sums[4][4] = {};
-            for (int k = 0; k < width; k += LANES) {
-                V x[4], y[4];
-                UNROLL4 for (int i = 0; i < 4; ++i) std::memcpy(&x[i], a + i * TILE + k, BYTES);
-                UNROLL4 for (int i = 0; i < 4; ++i) std::memcpy(&y[i], b + i * TILE + k, BYTES);
-                UNROLL4 for (int i = 0; i < 4; ++i) UNROLL4 for (int j = 0; j < 4; ++j) sums[i][j] += x[i] * y[j];
-            }
-            for (int i = 0; i < 4 && 4 * p + i < size; ++i)
-                for (int j = 0; j < 4 && 4 * q + j < size; ++j) {
-                    double sum = 0;
-                    for (int k = 0; k < LANES; ++k) sum += double(sums[i][j][k]);
-                    total[(4 * p + i) * size + 4 * q + j] += sum;
-                }
+    for (int k = 0; k < width; k += LANES) {
+        V x[4], m;
+        std::memcpy(&m, median + k, BYTES);
+        UNROLL4 for (int i = 0; i < 4; ++i) {
+            std::memcpy(&x[i], a + i * TILE + k, BYTES);
+            with_median[i] += x[i] * m;
         }
+        UNROLL4 for (int i = 0; i < 4; ++i) UNROLL4 for (int j = i; j < 4; ++j) sums[i][j] += x[i] * x[j];
+    }
+    for (int i = 0; i < 4 && first + i < n; ++i) {
+        products.add(first + i, n, with_median[i]);
+        for (int j = i; j < 4 && first + j < n; ++j) products.add(first + i, first + j, sums[i][j]);
+    }
+}
+
+// Of four rows from `first` on and up to four from `second` on.
+template <typename C>
+CONTRACT void add_mutual(const C* tile, int first, int second, int width, Products& products) {
+    typedef typename Vectors<C>::V V;
+    constexpr int LANES = Vectors<C>::LANES;
+    const int n = products.size - 1;
+    const C *a = tile + first * TILE, *b = tile + second * TILE;
+    V sums[4][4] = {};
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#endif
+    for (int k = 0; k < width; k += LANES) {
+        V x[4], y[4];
+        UNROLL4 for (int i = 0; i < 4; ++i) std::memcpy(&x[i], a + i * TILE + k, BYTES);
+        UNROLL4 for (int i = 0; i < 4; ++i) std::memcpy(&y[i], b + i * TILE + k, BYTES);
+        UNROLL4 for (int i = 0; i < 4; ++i) UNROLL4 for (int j = 0; j < 4; ++j) sums[i][j] += x[i] * y[j];
+    }
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 4 && second + j < n; ++j) products.add(first + i, second + j, sums[i][j]);
+}
+
+template <typename C>
+CONTRACT void add_square(const C* median, int width, Products& products) {
+    typedef typename Vectors<C>::V V;
+    V sum = {};
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#endif
+    for (int k = 0; k < width; k += Vectors<C>::LANES) {
+        V m;
+        std::memcpy(&m, median + k, BYTES);
+        sum += m * m;
+    }
+    products.add(products.size - 1, products.size - 1, sum);
 }
 
 template <typename T, typename C>
 void gram(const T* rows, int64_t stride, int64_t columns, const Job job, double* total) {
-    const int size = job.n + 1, groups = (size + 3) / 4;
-    std::vector<C> tile(size_t(4) * groups * TILE, C(0));
+    const int n = job.n, padded = (n + 3) / 4 * 4, size = n + 1;
+    std::vector<C> tile(size_t(padded + 1) * TILE, C(0));
+    C* median = tile.data() + size_t(padded) * TILE;
+    Products products(size);
     for (int64_t k = 0; k < columns; k += TILE) {
         const int width = columns - k < TILE ? int(columns - k) : TILE;
         if (width < TILE) tile.assign(tile.size(), C(0));
-        centre(rows + k, stride, width, job, tile.data(), TILE);
-        add_products(tile.data(), groups, width, size, total);
+        centre(rows + k, stride, width, job, tile.data(), TILE, median);
+        for (int first = 0; first < n; first += 4) {
+            add_own(tile.data(), median, first, width, products);
+            for (int second = first + 4; second < n; second += 4)
+                add_mutual(tile.data(), first, second, width, products);
+        }
+        add_square(median, width, products);
     }
+    for (int i = 0; i < size; ++i)
+        for (int j = i; j < size; ++j)
+            for (int k = 0; k < PARTIAL; ++k)
+                total[i * size + j] += products.sums[(size_t(i) * size + j) * PARTIAL + k];
 }
 
 INLINE float widened(float x) { return x; }
@@ -297,6 +370,44 @@ void reduce_into(const T* rows, int64_t stride, int64_t columns, const Job job, 
         const int64_t width = columns - k < WIDE ? columns - k : WIDE;
         reduce(rows + k, stride, width, job, found);
         squares(rows + k, stride, job.n, width, found, sums);
+        narrow(found, width, out + k);
+    }
+}
+
+// Weighted sum of the rows; those without weight are not read.
+template <typename T, typename C, int VECTORS>
+CONTRACT void mix_columns(const T* rows, int64_t stride, int n, const C* weights, C* out) {
+    typedef typename Vectors<C>::V V;
+    constexpr int LANES = Vectors<C>::LANES;
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#endif
+    V sums[VECTORS] = {};
+    for (int i = 0; i < n; ++i) {
+        if (weights[i] == C(0)) continue;
+        const T* row = rows + i * stride;
+        UNROLL4 for (int j = 0; j < VECTORS; ++j) {
+            fetch(row + j * LANES);
+            sums[j] += load<V>(row + j * LANES, C(0)) * weights[i];
+        }
+    }
+    std::memcpy(out, sums, sizeof(sums));
+}
+
+template <typename T, typename C>
+void mix(const T* rows, int64_t stride, int n, int64_t columns, const C* weights, T* out) {
+    constexpr int LANES = Vectors<C>::LANES, STEP = 4 * LANES;
+    C found[STEP];
+    int64_t k = 0;
+    for (; k + STEP <= columns; k += STEP) {
+        mix_columns<T, C, 4>(rows + k, stride, n, weights, found);
+        narrow(found, STEP, out + k);
+    }
+    for (; k < columns; k += LANES) {
+        T last[MOST][LANES];
+        const int64_t width = columns - k < LANES ? columns - k : LANES;
+        pad(rows + k, stride, n, width, last);
+        mix_columns<T, C, 1>(last[0], LANES, n, weights, found);
         narrow(found, width, out + k);
     }
 }
@@ -361,6 +472,13 @@ int ds_byzantine_gram(int type, const void* rows, int64_t stride, int n, int64_t
 int ds_byzantine_squares(int type, const void* rows, int64_t stride, int n, int64_t columns, const void* from,
                          double* sums) {
 #define CALL(T, C) squares(static_cast<const T*>(rows), stride, n, columns, static_cast<const C*>(from), sums)
+    FOR_TYPES(CALL)
+#undef CALL
+}
+
+int ds_byzantine_mix(int type, const void* rows, int64_t stride, int n, int64_t columns, const void* weights, void* out) {
+#define CALL(T, C) \
+    mix<T, C>(static_cast<const T*>(rows), stride, n, columns, static_cast<const C*>(weights), static_cast<T*>(out))
     FOR_TYPES(CALL)
 #undef CALL
 }
