@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_byzantine.exchange.all_to_all import over_reductions, sum_over_ranks
 from ds_byzantine.exchange.groups import Peers
 from ds_byzantine.exchange.routes import Routes
-from ds_byzantine.monitor.recorder import Recorder
+from ds_byzantine.monitor.recorder import Recorder, Tally
 from ds_byzantine.rules.apply import Aggregator
 from ds_byzantine.rules.verdicts import Attempt, Verdict, decide
 from ds_byzantine.statistics import Statistics, agreed_statistics
@@ -162,3 +162,13 @@ class Judge:
             kept_N=kept_N,
             flags_PN=None if one.attempt is None else one.attempt.finite_PN,
         )
+
+
+def agreed_books(
+    peers: Peers, tallies: Sequence[Tally], scope: str, device: torch.device
+) -> dict[tuple[int, int], Tensor]:
+    """What all ranks of the job know alike of each reduction, from what each rank knows; a collective call."""
+    for part, tally in zip(peers.parts, tallies, strict=True):
+        sums = sum_over_ranks(part.transport, tally.own(), device)
+        tally.take(sums, flags=scope == "shard")
+    return over_reductions(peers, [tally.totals() for tally in tallies], device)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ds_byzantine.agreement import Block, Judge
-from ds_byzantine.exchange.all_to_all import over_reductions, scatter_rows, sum_over_ranks
+from ds_byzantine.agreement import Block, Judge, agreed_books
+from ds_byzantine.exchange.all_to_all import scatter_rows
 from ds_byzantine.exchange.deliver import deliver, share
 from ds_byzantine.exchange.groups import Part, Peers
 from ds_byzantine.exchange.routes import routes
@@ -26,7 +26,7 @@ from ds_byzantine.monitor.recorder import Recorder
 from ds_byzantine.rules.apply import Aggregator
 from ds_byzantine.rules.verdicts import Attempt, Verdict, combine_pieces
 from ds_byzantine.trust.digest import row_digests
-from ds_byzantine.types import Bucket
+from ds_byzantine.types import Bucket, Piece
 
 Tap = Callable[[Tensor, int, Part], object]
 Commit = Callable[[Tensor], object]
@@ -38,6 +38,12 @@ class Held(Block):
 
     bucket: Bucket = field(kw_only=True)
     commit: Commit = field(kw_only=True)
+    part: Part = field(kw_only=True)
+
+    def own(self) -> tuple[Sequence[Piece], Tensor]:
+        """What this rank is the aggregator of: its pieces, and their place in the bucket."""
+        rank = self.part.transport.rank
+        return self.routes.pieces[rank], self.bucket.layout.chunk_of(self.bucket.flat, rank)
 
 
 class ShardAggregator:
@@ -132,32 +138,30 @@ class ShardAggregator:
             self.recorder.tallies[bucket.kind].digests += row_digests(rows_ND).cpu()
             if self.left_out:
                 rows_ND[self.left_out] = float("nan")  # which no tensor takes, and which counts against f
-        return Held(rows_ND, route, bucket.kind, bucket=bucket, commit=commit)
+        return Held(rows_ND, route, bucket.kind, bucket=bucket, commit=commit, part=part)
 
     def _attempt(self, one: Held) -> None:
         """Aggregate all rows at the first look at them, if that spares a pass; `_combine` does again what it must."""
         if self.left_out or self._judge.wants_products(self.step):
             return
-        rank = self.peers.parts[one.kind].transport.rank
         with self.recorder.timed("rule"):
-            chunk_D = one.bucket.layout.chunk_of(one.bucket.flat, rank)
-            one.attempt = Attempt.at(one.rows_ND, one.routes.pieces[rank], self.aggregator, chunk_D)
+            one.attempt = Attempt.at(one.rows_ND, *one.own(), self.aggregator)
 
     def _resolve(self, held: Sequence[Held]) -> None:
         """Decide, combine and deliver; the buckets are decided on together if the scope is "model"."""
         for one, chosen in zip(held, self._judge.verdicts(held, self.step, self._device), strict=True):
-            transport = self.peers.parts[one.kind].transport
             with self.recorder.timed("rule"):
                 self._combine(one, chosen)
             with self.recorder.timed("exchange"):
-                flat, layout = one.bucket.flat, one.bucket.layout
+                flat, layout, transport = one.bucket.flat, one.bucket.layout, one.part.transport
                 for shared in self.peers.shared:
                     share(shared, flat, layout, one.routes, transport.rank)
                 deliver(transport, flat, layout, one.routes, self.workspace)
 
     def end_step(self) -> StepEvent:
         """Close the books of one optimizer step; a collective call of a few numbers per replica."""
-        vectors, sent = self._add_up_books(), self.peers.bytes_sent
+        vectors = agreed_books(self.peers, self.recorder.tallies, self.scope, self._device)
+        sent = self.peers.bytes_sent
         event = self.recorder.event(
             self.step,
             vectors,
@@ -184,23 +188,12 @@ class ShardAggregator:
 
     def _combine(self, one: Held, verdicts: Sequence[Verdict]) -> None:
         """Aggregate this rank's chunk in place: what the replica itself had there has been sent."""
-        rank = self.peers.parts[one.kind].transport.rank
-        names, pieces = one.routes.tensors, one.routes.pieces[rank]
-        chunk_D = one.bucket.layout.chunk_of(one.bucket.flat, rank)
+        pieces, chunk_D = one.own()
         distances_N = None
         if self._measured and not self.aggregator.output_is_point:  # else the judge knows them from inner products
             distances_N = self.recorder.tallies[one.kind].own_distances
-        counted = [piece for piece in pieces if self.peers.counts(names[piece.tensor])]
-        others = [piece for piece in pieces if not self.peers.counts(names[piece.tensor])]
-        combine_pieces(one.rows_ND, counted, verdicts, chunk_D, distances_N, one.attempt)
-        combine_pieces(one.rows_ND, others, verdicts, chunk_D, None, one.attempt)
+        for known, to in ((True, distances_N), (False, None)):  # others count what they hold more than once
+            some = [piece for piece in pieces if self.peers.counts(one.routes.tensors[piece.tensor]) is known]
+            combine_pieces(one.rows_ND, some, verdicts, chunk_D, to, one.attempt)
         if one.bucket.scale != 1.0:
             chunk_D *= one.bucket.scale
-
-    def _add_up_books(self) -> dict[tuple[int, int], Tensor]:
-        """What all ranks of the job know alike of each reduction, from what each rank knows."""
-        tallies = self.recorder.tallies
-        for part, tally in zip(self.peers.parts, tallies, strict=True):
-            sums = sum_over_ranks(part.transport, tally.own(), self._device)
-            tally.take(sums, flags=self.scope == "shard")
-        return over_reductions(self.peers, [tally.totals() for tally in tallies], self._device)

@@ -63,7 +63,7 @@ class Attempt:
     distances: Mapping[Piece, Tensor]
 
     @classmethod
-    def at(cls, rows_ND: Tensor, pieces: Sequence[Piece], ready: Aggregator, out_D: Tensor) -> Attempt | None:
+    def at(cls, rows_ND: Tensor, pieces: Sequence[Piece], out_D: Tensor, ready: Aggregator) -> Attempt | None:
         """Aggregate all rows into `out_D` [D]; None if the rule cannot do that in one pass over these rows [n, D]."""
         flags, distances = [], {}
         for piece in pieces:
