@@ -71,13 +71,30 @@ def byzpy(rule: str, f: int) -> Callable[[torch.Tensor], Any] | None:
     return (lambda x: known[rule](len(x)).aggregate(list(x))) if rule in known else None
 
 
+def krum(rule: str, f: int) -> Callable[[torch.Tensor], Any] | None:
+    """An aggregator of krum, which asks for Python 3.12 but runs on 3.11."""
+    from krum.primitives import aggregators as lib
+    from krum.primitives.aggregators import bulyan, geometric_median, median, multikrum, trimmed_mean
+    from krum.primitives.aggregators import krum as single
+
+    known: dict[str, type[lib.Aggregator]] = {
+        "median": median.Median,
+        "trimmed_mean": trimmed_mean.TrimmedMean,
+        "krum": single.Krum,
+        "multi_krum": multikrum.MultiKrum,
+        "bulyan": bulyan.Bulyan,
+        "geometric_median": geometric_median.GeometricMedian,
+    }
+    return (lambda x: known[rule].aggregate(x, n=len(x), f=f)) if rule in known else None
+
+
 def _chain(first: Callable[[Any], Any], then: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: then(first(x))
 
 
 def main(library: str) -> None:
     """Answer until the input ends."""
-    make = {"byzfl": byzfl, "byzpy": byzpy}[library]
+    make = {"byzfl": byzfl, "byzpy": byzpy, "krum": krum}[library]
     for line in sys.stdin:
         asked = json.loads(line)
         x = rows(asked["n"], asked["d"], asked["dtype"], asked["seed"])

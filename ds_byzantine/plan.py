@@ -13,9 +13,7 @@ from typing import NamedTuple
 from ds_byzantine._version import VERSION
 from ds_byzantine.config import ByzantineConfig, PreConfig, RuleConfig
 from ds_byzantine.errors import ConfigError, InfeasibleError
-from ds_byzantine.rules.catalog import RULES, Kind, RuleInfo
-
-MOST_SUBSETS = 200_000
+from ds_byzantine.rules.catalog import MOST_SUBSETS, RULES, Kind, RuleInfo
 
 
 class Cost(NamedTuple):

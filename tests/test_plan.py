@@ -8,8 +8,8 @@ import pytest
 
 from ds_byzantine.config import parse_section
 from ds_byzantine.errors import ConfigError, InfeasibleError
-from ds_byzantine.plan import MOST_SUBSETS, Plan, default_f, plan, rules_that_fit
-from ds_byzantine.rules.catalog import RULES, Kind, RuleInfo
+from ds_byzantine.plan import Plan, default_f, plan, rules_that_fit
+from ds_byzantine.rules.catalog import MOST_SUBSETS, RULES, Kind, RuleInfo
 
 
 def made(section: dict[str, object], n: int, **job: object) -> Plan:

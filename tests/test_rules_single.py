@@ -60,6 +60,12 @@ def test_colluders_win_published_krum_at_2f_plus_1_which_is_why_it_is_refused() 
         aggregate(rows, rule="krum", f=2)
 
 
+@pytest.mark.parametrize("name", ["mda", "min_variance", "smea"])
+def test_a_search_that_would_not_end_is_refused(name: str) -> None:
+    with pytest.raises(InfeasibleError, match=r"C\(64,15\) = 159,518,999,862,720 subsets"):
+        aggregate(torch.randn(64, 3), rule=name, f=15)
+
+
 @pytest.mark.parametrize("f", [1, 2, 3])
 @pytest.mark.parametrize("name", ["krum", "multi_krum"])
 def test_krum_with_n_f_1_neighbours_holds_at_2f_plus_1(name: str, f: int) -> None:

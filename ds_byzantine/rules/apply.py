@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import comb
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from ds_byzantine.errors import InfeasibleError
 from ds_byzantine.rules import base, native
 from ds_byzantine.rules.base import Rule
-from ds_byzantine.rules.catalog import Kind
+from ds_byzantine.rules.catalog import MOST_SUBSETS, Kind
 from ds_byzantine.rules.geometry import Geometry
 from ds_byzantine.rules.gram import column_blocks, compute_dtype, full_float32
 from ds_byzantine.rules.sorting import is_compiled, median_of_rows, of_ranks
@@ -61,7 +62,7 @@ class Aggregator:
         return self.rule.info.kind is Kind.GRAM
 
     def check(self, n: int) -> None:
-        """Raise InfeasibleError if n rows are too few for the rule and its pre-aggregations with f bad ones."""
+        """Raise InfeasibleError if n rows do not do for the rule and its pre-aggregations with f bad ones."""
         rows = n
         for pre, params in (*self.pre, (self.rule, self.params)):
             info = pre.info.variant(params)
@@ -71,6 +72,11 @@ class Aggregator:
                 left = "" if rows == n else f" ({rows} after pre-aggregation)"
                 raise InfeasibleError(
                     f"{info.name} with f={self.f} {why}; got {n}{left}. Use a smaller f, another rule or more rows."
+                )
+            if info.searches_subsets and comb(rows, self.f) > MOST_SUBSETS:
+                raise InfeasibleError(
+                    f"{info.name} with f={self.f} would search C({rows},{self.f}) = {comb(rows, self.f):,} subsets of "
+                    f'the rows; the limit is {MOST_SUBSETS:,}. Use a smaller f or rule "caf_gated".'
                 )
             rows = info.points_after(rows, params)
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from ds_byzantine.errors import ConfigError
 
+MOST_SUBSETS = 200_000  # that a rule may search
+
 
 class Kind(Enum):
     """How a rule meets the data (rules.md calls them S, G and G->S)."""
